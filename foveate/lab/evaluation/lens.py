@@ -221,9 +221,9 @@ def _pages(kv: KV, pages: Tensor, page_size: int, **_: Any) -> Tensor:
     return read.unflatten(0, (kv.k.shape[1], -1)).any(1) & _all(kv)
 
 
-def _summaries(k: Tensor, tree: Any, need_lse: bool = False, sums: Any = None, **arguments: Any) -> Tensor:
+def _summaries(kv: KV, tree: Any, need_lse: bool = False, sums: Any = None, **arguments: Any) -> Tensor:
     """Sinks, tail, and the tokens of refined pages; the choice is made once more, of the same numbers."""
-    *_, lowest = with_masses(k=k, tree=tree, **arguments)[2]
+    k, (*_, lowest) = kv.k, with_masses(kv=kv, tree=tree, **arguments)[2]
     read = torch.zeros(k.shape[1:3], dtype=torch.bool, device=k.device)
     read[:, : tree.sinks] = True
     read[:, tree.rows.start :] = True

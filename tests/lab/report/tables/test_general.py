@@ -24,11 +24,8 @@ def test_perplexities_beside_dense_on_the_same_texts():
 def test_rows_of_settings_that_are_gone_keep_their_names():
     found = tables(read_any(LUKA))
     for spec in (
-        "luka:refine=top_p,max_refined=0.4,score=spread",
         "luka:refine=threshold,epsilon=0.002,score=spread",
-        "luka:segmenter=gaussian,page_deviation=2.0,top_k=0.12,score=spread",
         "luka:compressor=random,top_k=0.12,score=spread",
-        "luka:compressor=recent,top_k=0.12,score=spread",
         "luka:compressor=attention,temperature=1,top_k=0.12,score=spread",
         "luka:zero_values=true,top_k=0.12,score=spread",
     ):
