@@ -51,8 +51,8 @@ class Kascade(TopKByMass):
 
     anchors: Any = setting(
         None,
-        "anchor layers: their numbers, or how many, evenly spaced from layer 0 on; null: those of a calibration, else "
-        f"{_ANCHORS}",
+        "anchor layers: their numbers, or how many, evenly spaced from layer 0 on; null: the anchors of a calibration, "
+        f"else {_ANCHORS}",
     )
     heads: Any = setting(
         None, 'by reading layer, the anchor\'s head whose choice each KV head reads: {"3": [0, 0], ...}'

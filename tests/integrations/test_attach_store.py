@@ -163,7 +163,7 @@ def test_a_store_goes_with_its_cache():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["dense", "quest", "snapkv", "h2o", "tova", "adakv", "luka", "snapkv+quest"])
 def test_the_least_store_serves_every_method(name, mode):
-    """Those that evict, too, also where tokens are undone."""
+    """Methods that evict are served, too, and so are turns in which tokens are undone."""
     small = {part: methods.make(part) for part in name.split("+")}
     spec = "+".join(type(one)(**one.about.small_budget).spec for one in small.values())
     model, found = tiny_model(), []

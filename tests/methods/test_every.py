@@ -106,7 +106,7 @@ def test_pages_are_chosen_by_the_last_scores(every, monkeypatch):
 
 
 def plan_of(lengths, captured):
-    """The plan of a step of rows that hold so many tokens each."""
+    """The plan of a step whose rows hold these numbers of tokens."""
     numbers = dict.fromkeys(("lengths", "counts", "live"), tuple(lengths))
     if captured:
         numbers = {name: torch.tensor(lengths) for name in numbers}

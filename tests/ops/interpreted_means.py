@@ -31,7 +31,7 @@ def small_blocks(monkeypatch):
 
 
 def bits(shape, tile, share, heads=None, seed=0):
-    """A share of the keys before each tile: bits of so many heads. Unused bits of a last word are 0."""
+    """The bits of a share of the keys before each tile, for ``heads`` heads. Unused bits of a last word are 0."""
     generator = torch.Generator().manual_seed(seed)
     before = [tile * t for t in range(shape.offset // tile, -(-shape.keys // tile))]
     begins, starts = (

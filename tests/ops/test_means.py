@@ -1,4 +1,4 @@
-"""Mean keys in the place of those that a tile has not chosen: the references against a softmax written out."""
+"""A mean key in place of the keys that a tile has not chosen: the references against a softmax written out."""
 
 import itertools
 import math

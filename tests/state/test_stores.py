@@ -142,7 +142,7 @@ class OfLeast(Case):
 
 
 class OfEngineBlocks(Case):
-    """The engine, here the test, writes the blocks, and says which rows a step has."""
+    """The engine, here the test, writes the blocks and names the rows of a step."""
 
     def begin(self):
         self.cache = engine_cache(GEOMETRY, torch.empty(64, 2, 8, 8), CPU)

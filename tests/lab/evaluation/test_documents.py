@@ -150,7 +150,7 @@ def test_rows_are_not_written_among_the_documents(tmp_path):
     assert not one.reads(tmp_path, tmp_path.parent / "rows.jsonl")
     assert not tasks.parse("niah").reads(tmp_path, tmp_path / "rows.jsonl")
     (tmp_path / "text.txt").write_text("A text of few words.", encoding="utf-8")
-    model = tiny.build(tmp_path.parent / "model-of-documents")  # a model that is not there is told first
+    model = tiny.build(tmp_path.parent / "model-of-documents")  # a missing model would be refused first
     given = ["compare", "--model", model, "--task", "documents", "--data", tmp_path, "--out", tmp_path / "rows.jsonl"]
     done = CliRunner().invoke(app, [str(word) for word in given])
     assert done.exit_code == 2
