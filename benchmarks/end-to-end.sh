@@ -5,8 +5,8 @@
 #   benchmarks/end-to-end.sh MODEL DATA [OUT_FOLDER] [ITEMS]
 # MODEL: a Hugging Face folder whose calibration comes with foveate or is kept (`foveate calibrate`); DATA: a folder with
 # ruler/, books/, multihop/, longproc/ and aime/ (docs/guide/data.md); ITEMS: of each task, half as many of those with
-# long answers, 128 if left out, so that all batches are full. Writes OUT_FOLDER/end-to-end.jsonl. CELLS: see
-# luka-methods.sh; a cell is named SEQUENCESx30K-TASK.
+# long answers and three eighths of those of 128K tokens (with YaRN), 128 if left out, so that all batches are full. Writes
+# OUT_FOLDER/end-to-end.jsonl. CELLS: see luka-methods.sh; a cell is named SEQUENCESxLENGTH-TASK.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 model=$(realpath "$1") data=$(realpath "$2") items=${4:-128}
@@ -16,21 +16,30 @@ source "$here/luka-methods.sh"
 cd "$out/end-to-end/$(basename "$model")"
 
 compare() { # SEQUENCES NAME ARGUMENT...
-  wanted "$1x30K-$2" || return 0
+  local cell=$1x$((length / 1000))K-$2
+  wanted "$cell" || return 0
   foveate compare --model "$model" --data "$data" --batch-size "$1" --dtype bfloat16 --dense-below auto \
-    --out "$1x30K-$2.jsonl" "${@:3}" "${chosen[@]}"
+    --length "$length" --out "$cell.jsonl" "${@:3}" "${chosen[@]}"
 }
 
+length=30000
 for sequences in 16 8; do
   mapfile -t chosen < <(methods dense auto kascade pages snapkv:top_k=0.25) # luka is dense: the 1.5B has two KV heads
   if [[ $sequences == 8 ]]; then # and pages, too
     mapfile -t chosen < <(methods dense auto kascade snapkv:top_k=0.25)
   fi
   for split in niah_multikey_2 niah_multikey_3; do
-    compare "$sequences" "$split" --task ruler --split "$split" --length 30000 --limit "$items"
+    compare "$sequences" "$split" --task ruler --split "$split" --limit "$items"
   done
-  compare "$sequences" hotpotqa --task hotpotqa --length 30000 --limit "$items"
-  compare "$sequences" countdown --task longproc --split countdown_0.5k --length 30000 --limit "$((items / 2))"
-  compare "$sequences" math500 --task math --split math500 --length 30000 --limit "$((items / 2))"
+  compare "$sequences" hotpotqa --task hotpotqa --limit "$items"
+  compare "$sequences" countdown --task longproc --split countdown_0.5k --limit "$((items / 2))"
+  compare "$sequences" math500 --task math --split math500 --limit "$((items / 2))"
 done
+length=130000
+if wanted 4x130K-niah_multikey_2; then
+  with_yarn "$model" "longer/$(basename "$model")"
+  model=longer/$(basename "$model")
+  mapfile -t chosen < <(methods dense auto kascade pages snapkv:top_k=0.25)
+  compare 4 niah_multikey_2 --task ruler --split niah_multikey_2 --limit "$((items * 3 / 8))"
+fi
 cat ../*/*.jsonl > "$out/end-to-end.jsonl"

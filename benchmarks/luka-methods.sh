@@ -1,4 +1,4 @@
-# What the LuKA benchmarks share: their methods, and which of their cells are asked for.
+# What the benchmarks share: LuKA's methods, which cells are asked for, and longer contexts of a model.
 
 # A cell is one results file. CELLS="NAME NAME" runs these alone, so that several GPUs can share a benchmark; every cell
 # resumes where it stopped.
@@ -17,6 +17,24 @@ imported() { # METHOD...
     name=$(basename "$file" .py)
     [[ $* != *"$name"* ]] || printf -- '--import\n%s\n' "$file"
   done
+}
+
+# The same weights in another folder, with YaRN for 132,000 tokens.
+with_yarn() { # MODEL FOLDER
+  mkdir -p "$2"
+  ln -sf "$(realpath "$1")"/* "$2"
+  rm -f "$2/config.json"
+  python - "$1" "$2" <<'END'
+import sys
+
+import transformers
+
+config = transformers.AutoConfig.from_pretrained(sys.argv[1])
+known, config.max_position_embeddings = config.max_position_embeddings, 132000
+yarn = {"rope_type": "yarn", "factor": 132000 / known, "original_max_position_embeddings": known}
+config.rope_parameters = config.rope_parameters | yarn
+config.save_pretrained(sys.argv[2])
+END
 }
 
 methods() { printf -- '--method\n%s\n' "$@"; }

@@ -22,22 +22,9 @@ cell() { # NAME COMMAND...
   fi
 }
 longer() { # NAME ARGUMENT...: the same weights with YaRN for 132,000 tokens
-  local folder=$cells/longer/$(basename "$model")
   wanted "$1" || return 0
-  mkdir -p "$folder"
-  ln -sf "$(realpath "$model")"/* "$folder"
-  rm -f "$folder/config.json"
-  python - "$model" "$folder" <<'END'
-import sys
-
-import transformers
-
-config = transformers.AutoConfig.from_pretrained(sys.argv[1])
-known, config.max_position_embeddings = config.max_position_embeddings, 132000
-yarn = {"rope_type": "yarn", "factor": 132000 / known, "original_max_position_embeddings": known}
-config.rope_parameters = config.rope_parameters | yarn
-config.save_pretrained(sys.argv[2])
-END
+  local folder=$cells/longer/$(basename "$model")
+  with_yarn "$model" "$folder"
   cell "$1" whole --model "$folder" "${@:2}"
 }
 whole() { foveate bench decode-model "$@"; }
