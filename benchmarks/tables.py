@@ -113,7 +113,8 @@ def marked(words: Sequence[str], root: Path = ROOT) -> str:
     if "bench" in rows[0]:
         rows = of_cases(rows, conditions)
     elif "spec" in rows[0] and "cell" not in rows[0]:
-        rows, _ = once(chosen(all_spelled(rows), conditions))
+        rows, notes = once(chosen(all_spelled(rows), conditions), ("batch_size",) if kinds == ["end-to-end"] else ())
+        sys.stderr.writelines(f"{words[0]}: {line}\n" for line in notes)
         rows = protocol.checked(rows)
         if "over-splits" in words:
             rows, notes = pooled.over_splits(rows)

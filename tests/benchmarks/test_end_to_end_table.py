@@ -11,7 +11,7 @@ from foveate.errors import UserError
 @pytest.fixture(scope="module")
 def rows():
     path = tables.ROOT / "benchmarks/results/end-to-end.jsonl"
-    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+    return [row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()) if row["batch_size"] == 16]
 
 
 def cells(rows):
@@ -63,6 +63,16 @@ def test_a_batch_has_no_more_sequences_than_there_are_items(rows):
     assert "128 × 30,000 tokens" in end_to_end_table.table(some)
     dense = next(row for row in some if row["method"] == "dense")
     assert cells(some)["`dense`"][-1] == f"{dense['resident_bytes'] / 128e9:.2f} GB"
+
+
+def test_the_same_items_in_other_batches_have_a_table_of_their_own(rows, tmp_path):
+    eight = [row | {"batch_size": 8, "decode_ms_per_token": 1.25} for row in rows]
+    (tmp_path / "both.jsonl").write_text("\n".join(map(json.dumps, [*rows, *eight])))
+    sixteen, other = tables.marked(["both.jsonl", "end-to-end"], tmp_path).split("\n\nqwen")
+    assert "16 × 30,000 tokens" in sixteen
+    assert "8 × 30,000 tokens" in other
+    assert "| 1.25 |" in other
+    assert "| 1.25 |" not in sixteen
 
 
 def test_a_method_is_named_without_the_file_of_its_calibration(rows):

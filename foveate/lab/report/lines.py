@@ -18,11 +18,15 @@ _SPEAKING = ("compressor", "mass")  # settings whose values need no name beside 
 _STANDS_FOR = {"calibration": ("anchors", "heads")}  # settings that a calibration's file determines
 
 
-def once(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """The first row of each method on the same items, and a note on the others."""
-    kept: dict[tuple[Cell, str], Row] = {}
+def once(rows: Sequence[Row], apart: Sequence[str] = ()) -> tuple[list[Row], list[str]]:
+    """The first row of each method on the same items, and a note on the others.
+
+    Args:
+        apart: fields whose values tell rows on the same items apart, such as the size of batches for their times.
+    """
+    kept: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        kept.setdefault((cell(row), row["spec"]), row)
+        kept.setdefault((cell(row), row["spec"], *(row[name] for name in apart)), row)
     repeated = len(rows) - len(kept)
     return list(kept.values()), [f"rows that repeat others, not drawn: {repeated}"] if repeated else []
 
