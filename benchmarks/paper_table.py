@@ -351,7 +351,7 @@ def _singles(file: str, **fields: Any) -> float:
 
 def _lesson(preset: str) -> list[float]:
     """The mean of each seed by our recipe."""
-    names = sorted({row["model"] for row in _rows("hybrids-lesson") if row["model"].startswith(f"{preset}_lesson-")})
+    names = sorted({row["model"] for row in _rows("hybrids-lesson") if row["model"].startswith(f"{preset}-")})
     return [_singles("hybrids-lesson", model=name) for name in names]
 
 
@@ -363,7 +363,8 @@ def _of_seeds(preset: str) -> str:
 
 
 def _recipe() -> str:
-    return f"laLTE {_of_seeds('lalte')}; gdn {_singles('hybrids-lesson', model='gdn_recipe-27M-0'):.1f}"
+    beside = ", ".join(f"{name} {_of_seeds(f'{name}_recipe')}" for name in ("gdn", "lansa"))
+    return f"laLTE {_of_seeds('lalte_lesson')}; {beside}"
 
 
 def _recipe_evicting() -> str:
@@ -372,7 +373,7 @@ def _recipe_evicting() -> str:
         name: _singles("hybrids-lesson", model="gdn_attn_recipe-27M-0", method=method)
         for name, method in methods.items()
     }
-    means = {"laLTE": statistics.fmean(_lesson("lalte")), **found}
+    means = {"laLTE": statistics.fmean(_lesson("lalte_lesson")), **found}
     return ", ".join(f"{name} {mean:.1f}" for name, mean in means.items())
 
 
@@ -472,8 +473,8 @@ OURS: dict[str, Callable[[], str]] = {
     "needles, hybrids": lambda: _needles("lansa", "transformer", "gdn_swa"),
     "needles, laLTE": lambda: _needles("lalte", "gdn_swa"),
     "needles, lesson": _recipe,
-    "needles, lesson, MLP": lambda: f"LTE-MLP {_of_seeds('lte_mlp')}",
-    "needles, lesson, pure": lambda: f"pure LTE {_of_seeds('pure_lte')}",
+    "needles, lesson, MLP": lambda: f"LTE-MLP {_of_seeds('lte_mlp_lesson')}",
+    "needles, lesson, pure": lambda: f"pure LTE {_of_seeds('pure_lte_lesson')}",
     "needles, lesson, evicting": _recipe_evicting,
     "needles, NSA": lambda: _needles("nsa"),
     "passages": _passages,
