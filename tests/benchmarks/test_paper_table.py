@@ -118,5 +118,5 @@ def test_seeds_are_shown_in_order_and_with_their_mean(monkeypatch):
     rows += [row("lte_lesson-27M-0", 60.0, "niah_single_3"), row("lte_lesson-27M-0", 1.0, "niah_multikey_1")]
     rows += [row("lte_lesson-27M-0", 2.0, "books", "mqar"), row("lte_mlp_lesson-27M-0", 50.0)]
     monkeypatch.setattr(paper_table, "_rows", lambda file: rows)
-    assert paper_table._of_seeds("lte_mlp") == "50.0"
-    assert paper_table._of_seeds("lte") == "80.0 (70.0, 90.0)"
+    assert paper_table._of_seeds("lte_mlp_lesson") == "50.0"
+    assert paper_table._of_seeds("lte_lesson") == "80.0 (70.0, 90.0)"
