@@ -46,8 +46,15 @@ class Rank:
 def joined(device: str) -> Iterator[Rank]:
     """The place of this process; several processes are joined for the block, unless the caller has joined them.
 
-    Raises `UserError` without the GPU that is asked for.
+    Raises `UserError` without the GPU that is asked for, or if `accelerate launch` asks for sharded weights.
     """
+    for name, kind in _SHARDED.items():
+        if os.environ.get(name, "").lower() in ("true", "1"):
+            raise UserError(
+                f"{name} is {os.environ[name]}, but foveate train runs by DDP, where each process holds all weights, "
+                f"and not by {kind}. Launch it with torchrun, or shard weights by FSDP2 with "
+                "examples/train_with_trainer.py --fsdp"
+            )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -73,6 +80,8 @@ def joined(device: str) -> Iterator[Rank]:
 
 _PATIENCE = datetime.timedelta(hours=2)
 """How long processes wait for one another: the first one tokenises the text while the others wait."""
+_SHARDED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+"""Variables by which `accelerate launch` asks for weights that are shared out over the processes."""
 _VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 
 

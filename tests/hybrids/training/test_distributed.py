@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from foveate.errors import UserError
 from foveate.hybrids.training import checkpoints, configuration, distributed, journal
 from foveate.hybrids.training.loop import train
 from tests.hybrids.training import run_distributed
@@ -83,6 +84,20 @@ def test_processes_wait_for_the_text_to_be_tokenised(monkeypatch):
     with distributed.joined("cpu") as place:
         assert place.world == 2
     assert asked["timeout"].total_seconds() == 7200
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")])
+def test_weights_that_are_to_be_sharded_are_refused(name, kind, monkeypatch):
+    """As `accelerate launch` asks for them: DDP in their place would hold all weights in silence."""
+    monkeypatch.setenv(name, "true")
+    with (
+        pytest.raises(UserError, match=f"{name} is true, .* not by {kind}.*train_with_trainer.py --fsdp"),
+        distributed.joined("cpu"),
+    ):
+        pass
+    monkeypatch.setenv(name, "false")
+    with distributed.joined("cpu") as place:
+        assert place.world == 1
 
 
 def _check_same(folder):
