@@ -4,9 +4,9 @@
 # takes by itself.
 #   benchmarks/end-to-end.sh MODEL DATA [OUT_FOLDER] [ITEMS]
 # MODEL: a Hugging Face folder whose calibration comes with foveate or is kept (`foveate calibrate`); DATA: a folder with
-# ruler/, books/, multihop/, longproc/ and aime/ (docs/guide/data.md); ITEMS: of each task, half as many of those with
-# long answers and three eighths of those of 128K tokens (with YaRN), 128 if left out, so that all batches are full. Writes
-# OUT_FOLDER/end-to-end.jsonl. CELLS: see luka-methods.sh; a cell is named SEQUENCESxLENGTH-TASK.
+# ruler/, books/, multihop/, longproc/ and aime/ (docs/guide/data.md). ITEMS: of each task, 128 if left out, so that all
+# batches are full; tasks with long answers take half as many, and the cell of 130,000 tokens (with YaRN) three eighths.
+# Writes OUT_FOLDER/end-to-end.jsonl. CELLS: see luka-methods.sh; a cell is named SEQUENCESxLENGTH-TASK.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 model=$(realpath "$1") data=$(realpath "$2") items=${4:-128}
@@ -24,7 +24,7 @@ compare() { # SEQUENCES NAME ARGUMENT...
 
 length=30000
 for sequences in 16 8; do
-  mapfile -t chosen < <(methods dense auto kascade pages snapkv:top_k=0.25) # luka is dense: the 1.5B has two KV heads
+  mapfile -t chosen < <(methods dense auto kascade pages snapkv:top_k=0.25) # luka is dense below 512K tokens with two KV heads
   if [[ $sequences == 8 ]]; then # and pages, too
     mapfile -t chosen < <(methods dense auto kascade snapkv:top_k=0.25)
   fi
@@ -32,14 +32,14 @@ for sequences in 16 8; do
     compare "$sequences" "$split" --task ruler --split "$split" --limit "$items"
   done
   compare "$sequences" hotpotqa --task hotpotqa --limit "$items"
-  compare "$sequences" countdown --task longproc --split countdown_0.5k --limit "$((items / 2))"
-  compare "$sequences" math500 --task math --split math500 --limit "$((items / 2))"
+  compare "$sequences" countdown --task longproc --split countdown_0.5k --limit "$(((items + 1) / 2))"
+  compare "$sequences" math500 --task math --split math500 --limit "$(((items + 1) / 2))"
 done
 length=130000
 if wanted 4x130K-niah_multikey_2; then
   with_yarn "$model" "longer/$(basename "$model")"
   model=longer/$(basename "$model")
   mapfile -t chosen < <(methods dense auto kascade pages snapkv:top_k=0.25)
-  compare 4 niah_multikey_2 --task ruler --split niah_multikey_2 --limit "$((items * 3 / 8))"
+  compare 4 niah_multikey_2 --task ruler --split niah_multikey_2 --limit "$(((items * 3 + 7) / 8))"
 fi
 cat ../*/*.jsonl > "$out/end-to-end.jsonl"

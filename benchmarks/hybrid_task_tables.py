@@ -189,7 +189,8 @@ def _group(title: str, rows: Sequence[Row]) -> str:
             whole = all(cell is not None for cell in cells)
             shown.append(f"{np.mean([cell[0].value for cell in cells]):.1f}" if whole else NONE)
         if begun:
-            shown.append(_begun([list(of[column].values()) for column in columns if column in of]))
+            whole = all(column in of for column in columns)
+            shown.append(_begun([list(of[column].values()) for column in columns]) if whole else NONE)
         lines.append([line, ", ".join(numbers), *shown])
     return titled(f"{title}, scores [95 %] (range of the seeds)", rows, markdown_table(lines))
 

@@ -19,7 +19,7 @@ imported() { # METHOD...
   done
 }
 
-# The same weights in another folder, with YaRN for 132,000 tokens.
+# The same weights in another folder, with YaRN for 132,000 tokens; as they are if the model has as many positions.
 with_yarn() { # MODEL FOLDER
   mkdir -p "$2"
   ln -sf "$(realpath "$1")"/* "$2"
@@ -30,9 +30,13 @@ import sys
 import transformers
 
 config = transformers.AutoConfig.from_pretrained(sys.argv[1])
-known, config.max_position_embeddings = config.max_position_embeddings, 132000
-yarn = {"rope_type": "yarn", "factor": 132000 / known, "original_max_position_embeddings": known}
-config.rope_parameters = config.rope_parameters | yarn
+known = config.max_position_embeddings
+if known < 132000:
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind != "default":
+        sys.exit(f"{sys.argv[1]}: its positions are scaled already ({kind}), to {known} tokens: YaRN is not added")
+    yarn = {"rope_type": "yarn", "factor": 132000 / known, "original_max_position_embeddings": known}
+    config.max_position_embeddings, config.rope_parameters = 132000, config.rope_parameters | yarn
 config.save_pretrained(sys.argv[2])
 END
 }

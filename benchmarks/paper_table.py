@@ -343,16 +343,16 @@ def _needles(*presets: str) -> str:
     return ", ".join(map(of, presets))
 
 
-def _singles(file: str, **fields: Any) -> float:
-    """The mean score of single needles."""
-    rows = _some(file, task="ruler", **fields)
+def _singles(file: str, model: str, methods: Sequence[str] = ("own", "dense")) -> float:
+    """The mean score of single needles, of a model as it is unless ``methods`` are named."""
+    rows = [row for row in _some(file, task="ruler", model=model) if row["method"] in methods]
     return statistics.fmean(row["score"] for row in rows if row["split"].startswith("niah_single"))
 
 
 def _lesson(preset: str) -> list[float]:
     """The mean of each seed by our recipe."""
     names = sorted({row["model"] for row in _rows("hybrids-lesson") if row["model"].startswith(f"{preset}-")})
-    return [_singles("hybrids-lesson", model=name) for name in names]
+    return [_singles("hybrids-lesson", name) for name in names]
 
 
 def _of_seeds(preset: str) -> str:
@@ -369,10 +369,7 @@ def _recipe() -> str:
 
 def _recipe_evicting() -> str:
     methods = {"gdn_attn": "dense", "TOVA": "tova", "uniform": "uniform"}
-    found = {
-        name: _singles("hybrids-lesson", model="gdn_attn_recipe-27M-0", method=method)
-        for name, method in methods.items()
-    }
+    found = {name: _singles("hybrids-lesson", "gdn_attn_recipe-27M-0", [method]) for name, method in methods.items()}
     means = {"laLTE": statistics.fmean(_lesson("lalte_lesson")), **found}
     return ", ".join(f"{name} {mean:.1f}" for name, mean in means.items())
 
@@ -429,12 +426,18 @@ def _layer_steps() -> str:
 
 
 def _held_out(*models: str) -> str:
-    """The mean of all seeds that were trained to the end."""
+    """The mean of all seeds that were trained to the end, and each."""
     found: dict[str, dict[str, float]] = {}
     for row in _rows("hybrids-lesson-curves"):
         if row["held_out"]:
             found.setdefault(row["model"].rpartition("-27M-")[0], {})[row["model"]] = row["held_out"][-1]
-    return ", ".join(f"{name.partition('_recipe')[0]} {statistics.fmean(found[name].values()):.2f}" for name in models)
+
+    def of(name: str) -> str:
+        seeds = [f"{found[name][seed]:.2f}" for seed in sorted(found[name])]
+        each = f" ({', '.join(seeds)})" if len(seeds) > 1 else ""
+        return f"{name.rpartition('_')[0]} {statistics.fmean(found[name].values()):.2f}{each}"
+
+    return ", ".join(map(of, models))
 
 
 def _silent() -> str:

@@ -23,7 +23,7 @@ cell() { # NAME COMMAND...
 }
 longer() { # NAME ARGUMENT...: the same weights with YaRN for 132,000 tokens
   wanted "$1" || return 0
-  local folder=$cells/longer/$(basename "$model")
+  local folder=$cells/longer/$1/$(basename "$model") # of a cell, because cells may run side by side
   with_yarn "$model" "$folder"
   cell "$1" whole --model "$folder" "${@:2}"
 }

@@ -111,12 +111,13 @@ def test_whole_layers_are_beside_the_windows(monkeypatch):
 def test_seeds_are_shown_in_order_and_with_their_mean(monkeypatch):
     """Of single needles alone; a preset whose name begins with another's is its own."""
 
-    def row(model, score, split="niah_single_1", task="ruler"):
-        return {"model": model, "task": task, "split": split, "score": score}
+    def row(model, score, split="niah_single_1", task="ruler", method="own"):
+        return {"model": model, "task": task, "split": split, "score": score, "method": method}
 
     rows = [row("lte_lesson-27M-1", 90.0), row("lte_lesson-27M-0", 80.0)]
     rows += [row("lte_lesson-27M-0", 60.0, "niah_single_3"), row("lte_lesson-27M-0", 1.0, "niah_multikey_1")]
     rows += [row("lte_lesson-27M-0", 2.0, "books", "mqar"), row("lte_mlp_lesson-27M-0", 50.0)]
+    rows += [row("lte_mlp_lesson-27M-0", 3.0, method="tova")]
     monkeypatch.setattr(paper_table, "_rows", lambda file: rows)
     assert paper_table._of_seeds("lte_mlp_lesson") == "50.0"
     assert paper_table._of_seeds("lte_lesson") == "80.0 (70.0, 90.0)"

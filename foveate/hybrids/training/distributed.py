@@ -80,7 +80,12 @@ def joined(device: str) -> Iterator[Rank]:
 
 _PATIENCE = datetime.timedelta(hours=2)
 """How long processes wait for one another: the first one tokenises the text while the others wait."""
-_SHARDED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+_SHARDED = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism of other axes",
+}
 """Variables by which `accelerate launch` asks for weights that are shared out over the processes."""
 _VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 

@@ -26,6 +26,7 @@ from foveate.lab.bench.models import Clock, ModelPlan, attach, generate
 from foveate.lab.bench.plan import Keep, Row, Say, command
 from foveate.lab.results import timing
 from foveate.lab.results.measurements import TRANSFORMERS, speed_row
+from foveate.runtime import check_dense_below
 
 _CHUNK = 8192  # tokens of a prompt, all sequences together, that are read at once
 _WARM_UP = 40
@@ -51,8 +52,10 @@ class Plan(ModelPlan):
     device: str
 
     def check(self) -> None:
-        if self.dense_below != "auto" and not (isinstance(self.dense_below, int) and self.dense_below >= 0):
-            raise UserError(f"dense-below must be a number of tokens, at least 0, or auto, not {self.dense_below}")
+        try:
+            check_dense_below(self.dense_below)
+        except ValueError as error:
+            raise UserError(str(error)) from None
         super().check()
         if self.liger and find_spec("liger_kernel") is None:
             raise UserError("--liger needs Liger's kernels: pip install liger-kernel")

@@ -28,7 +28,7 @@ def once(rows: Sequence[Row], apart: Sequence[str] = ()) -> tuple[list[Row], lis
     for row in rows:
         kept.setdefault((cell(row), row["spec"], *(row[name] for name in apart)), row)
     repeated = len(rows) - len(kept)
-    return list(kept.values()), [f"rows that repeat others, not drawn: {repeated}"] if repeated else []
+    return list(kept.values()), [f"rows that repeat others, left out: {repeated}"] if repeated else []
 
 
 def cell(row: Row) -> Cell:

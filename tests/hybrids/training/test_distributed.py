@@ -86,7 +86,7 @@ def test_processes_wait_for_the_text_to_be_tokenised(monkeypatch):
     assert asked["timeout"].total_seconds() == 7200
 
 
-@pytest.mark.parametrize(("name", "kind"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")])
+@pytest.mark.parametrize(("name", "kind"), sorted(distributed._SHARDED.items()))
 def test_weights_that_are_to_be_sharded_are_refused(name, kind, monkeypatch):
     """As `accelerate launch` asks for them: DDP in their place would hold all weights in silence."""
     monkeypatch.setenv(name, "true")

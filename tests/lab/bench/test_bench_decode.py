@@ -574,8 +574,8 @@ def test_tokens_of_a_model(monkeypatch):
     ("changed", "message"),
     [
         ({"model": "lama-3.1-8b"}, "unknown model 'lama-3.1-8b'. Did you mean 'llama-3.1-8b'"),
-        ({"dense_below": "soon"}, "dense-below must be a number of tokens, at least 0, or auto, not soon"),
-        ({"dense_below": -1}, "dense-below must be a number of tokens, at least 0, or auto, not -1"),
+        ({"dense_below": "soon"}, "dense_below must be a number of tokens, at least 0, or 'auto', not 'soon'"),
+        ({"dense_below": -1}, "dense_below must be a number of tokens, at least 0, or 'auto', not -1"),
         ({"methods": ("h3o",)}, "did you mean 'h2o'"),
         ({"dtype": "int8"}, "unknown dtype 'int8'. .*Allowed: bfloat16, float16, float32"),
         ({"liger": True}, "--liger needs Liger's kernels: pip install liger-kernel"),

@@ -180,7 +180,7 @@ class TestFrontier:
     def test_what_is_left_out_is_said(self, tmp_path):
         rows = [*FRONTIER, FRONTIER[1], row("tova", None)]
         said = plots.frontier(rows, tmp_path / "a.png")
-        assert said == ["rows that repeat others, not drawn: 1", "tova: took no decode steps, not drawn"]
+        assert said == ["rows that repeat others, left out: 1", "tova: took no decode steps, not drawn"]
         with pytest.raises(UserError, match="the rows are all of dense"):
             plots.frontier([row()], tmp_path / "a.png")
 
