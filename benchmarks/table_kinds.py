@@ -481,3 +481,18 @@ def prefill_lengths(rows: Sequence[Row]) -> str:
     first = dict.fromkeys(map(method, rows))
     table = pivot(["attention"], {name: cells[name] for name in first}, names)
     return titled(f"{what}: mean time, over the fastest dense attention", rows, table)
+
+
+hybrid_needles = Table(
+    lambda rows: "needles that scores retain, percent of the prompts",
+    {
+        "model": lambda row: row["model"],
+        "needle": lambda row: f"{NEEDLES[row['case']['split']]}, {row['case']['length']:,} tokens",
+        "n": lambda row: str(row["case"]["n"]),
+        "answered": lambda row: number(row["answered"], 1),
+        "kept by a head": lambda row: number(row["kept"], 1),
+        "heads that keep it, mean": lambda row: number(row["heads"], 1),
+        "tokens that a head keeps, mean": lambda row: number(row["tokens"], 1),
+    },
+)
+NEEDLES = {"niah_single_1": "in noise", "niah_single_2": "in novels"}

@@ -85,6 +85,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "hybrid-recipe": hybrid_task_tables.recipe,
     "hybrid-seeds": hybrid_task_tables.by_seed,
     "hybrid-heads": hybrid_tables.heads,
+    "hybrid-needles": table_kinds.hybrid_needles,
     "hybrids-speed": hybrid_tables.speed,
     "hybrids-layers": hybrid_tables.layers,
     "hybrids-memory": hybrid_tables.memory,

@@ -43,6 +43,7 @@ _MADE = {"model", "device", "versions", "commit"}
 KINDS = {
     "cache-memory": _MADE - {"model"} | {"case", "points"},
     "hybrid-curves": _MADE | {"tokens", "loss", "held_out", "held_out_tokens", "retention", "parameters"},
+    "hybrid-needles": _MADE | {"case", "answered", "kept", "heads", "tokens"},
     "transformers-tests": _MADE | {"method", "tests", "passed", "refused", "failed", "skipped", "plain", "seed"},
     "sparse-prompts": _MADE
     | {"task", "task_settings", "spec", "n", "score", "dense_score", "diff_to_dense", "diff_low"},

@@ -1,0 +1,89 @@
+"""Whether the scores of a hybrid with LTE layers keep a needle, and whether the model then answers.
+
+    python -m benchmarks.hybrid_needles MODEL DATA OUT_FILE
+
+MODEL: a folder of `foveate train` with LTE layers; DATA: a folder with ruler/ and books/ (docs/guide/data.md). Writes a
+row for numbers in noise and in novels, each in prompts of 384, 768 and 1,536 tokens: how many are answered, and in how
+many prompts a KV head of an LTE layer retains every token of the number (score above 0.5). 20 minutes of a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from foveate.errors import UserError
+from foveate.hybrids.layers.lte import THRESHOLD
+from foveate.hybrids.models import HybridConfig, HybridForCausalLM
+from foveate.io import circumstances, outfile
+from foveate.lab.evaluation import tasks
+
+SPLITS = ("niah_single_1", "niah_single_2")
+LENGTHS = (384, 768, 1536)
+NEW = 12
+
+
+def measure(model: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, items: Sequence[Any]) -> dict[str, Any]:
+    """Of some needles: shares, in percent, of prompts that are answered and whose needle a head retains; and of heads
+    that retain it; and of all tokens that heads retain."""
+    answered, kept, heads, tokens = [], [], [], []
+    for item in items:
+        ids = torch.tensor([item.prompt_ids], device=model.device)
+        with torch.no_grad():
+            scores = model(ids, use_cache=False, output_retention=True).retention
+            said = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
+        retained = torch.cat(tuple(scores)).flatten(0, 1) > THRESHOLD  # [layers * Hkv, n]
+        whole = retained[:, place(item, tokenizer)].all(-1).float()
+        answered.append(item.answers[0] in tokenizer.decode(said))
+        kept.append(bool(whole.any()))
+        heads.append(whole.mean().item())
+        tokens.append(retained.float().mean().item())
+    names = ("answered", "kept", "heads", "tokens")
+    return {name: 100 * statistics.fmean(some) for name, some in zip(names, (answered, kept, heads, tokens))}
+
+
+def place(item: Any, tokenizer: PreTrainedTokenizerBase) -> slice:
+    """The tokens of the answer in the prompt."""
+    ids = list(item.prompt_ids)
+    for begin in (" ", ""):
+        answer = tokenizer(begin + item.answers[0], add_special_tokens=False)["input_ids"]
+        for at in range(len(ids) - len(answer) + 1):
+            if ids[at : at + len(answer)] == answer:
+                return slice(at, at + len(answer))
+    raise UserError(f"{item.id}: its answer, {item.answers[0]}, is not in its prompt")
+
+
+def main(model: Path, data: Path, out: Path, limit: int = 60, device: str = "cpu") -> None:
+    """Measure one model."""
+    config = HybridConfig.from_pretrained(model)
+    if "lte" not in config.mixers:
+        raise UserError(f"{model}: no layer of it has LTE scores ({', '.join(dict.fromkeys(config.mixers))})")
+    outfile.check(out)
+    network = HybridForCausalLM.from_pretrained(model).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = []
+    for split in SPLITS:
+        for length in LENGTHS:
+            items = tasks.parse(f"ruler:split={split},length={length}").items(data, tokenizer, limit, 0)
+            case = {"split": split, "length": length, "n": len(items)}
+            facts = {"kind": "hybrid-needles", "model": model.name, "case": case, **measure(network, tokenizer, items)}
+            rows.append(facts | circumstances.of(device))
+            print(
+                f"{split}, {length} tokens: {facts['answered']:.1f} % answered, {facts['kept']:.1f} % kept", flush=True
+            )
+    outfile.write(out, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except UserError as error:
+        sys.exit(f"error: {error}")
