@@ -484,15 +484,15 @@ def prefill_lengths(rows: Sequence[Row]) -> str:
 
 
 hybrid_needles = Table(
-    lambda rows: "needles that scores retain, percent of the prompts",
+    lambda rows: "needles that scores retain, in percent",
     {
         "model": lambda row: row["model"],
         "needle": lambda row: f"{NEEDLES[row['case']['split']]}, {row['case']['length']:,} tokens",
         "n": lambda row: str(row["case"]["n"]),
         "answered": lambda row: number(row["answered"], 1),
         "kept by a head": lambda row: number(row["kept"], 1),
-        "heads that keep it, mean": lambda row: number(row["heads"], 1),
-        "tokens that a head keeps, mean": lambda row: number(row["tokens"], 1),
+        "of the heads keep it": lambda row: number(row["heads"], 1),
+        "of all tokens a head keeps": lambda row: number(row["tokens"], 1),
     },
 )
 NEEDLES = {"niah_single_1": "in noise", "niah_single_2": "in novels"}
