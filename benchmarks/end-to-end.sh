@@ -14,6 +14,9 @@ mkdir -p "${3:-runs}/end-to-end/$(basename "$model")"
 out=$(realpath "${3:-runs}")
 source "$here/luka-methods.sh"
 cd "$out/end-to-end/$(basename "$model")"
+if wanted 4x130K-niah_multikey_2; then # before anything is measured: not every model can have longer contexts
+  with_yarn "$model" "longer/$(basename "$model")"
+fi
 
 compare() { # SEQUENCES NAME ARGUMENT...
   local cell=$1x$((length / 1000))K-$2
@@ -35,11 +38,7 @@ for sequences in 16 8; do
   compare "$sequences" countdown --task longproc --split countdown_0.5k --limit "$(((items + 1) / 2))"
   compare "$sequences" math500 --task math --split math500 --limit "$(((items + 1) / 2))"
 done
-length=130000
-if wanted 4x130K-niah_multikey_2; then
-  with_yarn "$model" "longer/$(basename "$model")"
-  model=longer/$(basename "$model")
-  mapfile -t chosen < <(methods dense auto kascade pages snapkv:top_k=0.25)
-  compare 4 niah_multikey_2 --task ruler --split niah_multikey_2 --limit "$(((items * 3 + 7) / 8))"
-fi
+length=130000 model=longer/$(basename "$model")
+mapfile -t chosen < <(methods dense auto kascade pages snapkv:top_k=0.25)
+compare 4 niah_multikey_2 --task ruler --split niah_multikey_2 --limit "$(((items * 3 + 7) / 8))"
 cat ../*/*.jsonl > "$out/end-to-end.jsonl"

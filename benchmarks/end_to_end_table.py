@@ -12,7 +12,8 @@ from foveate.lab.evaluation.verdict import nothing_to_lose
 from foveate.lab.report.markdown import NONE, context_length, difference, markdown_table, number, titled
 from foveate.lab.report.rows import Row, grouped
 
-_CALIBRATION = re.compile(r'[:,]calibration="[^"]*"')
+CALIBRATION = re.compile(r'[:,]calibration="[^"]*"')
+"""The setting that names a calibration, in a spec."""
 ACTS = 0.9
 """The least share of decode steps that must be sparse for a row to tell of its method."""
 
@@ -43,7 +44,7 @@ def _table(rows: Sequence[Row]) -> str:
             scores = [number(found[task]["score"], 1) for task in tasks]
         else:
             scores = [_points(found.get(task), dense[task]) for task in tasks]
-        cells.append((f"`{_CALIBRATION.sub('', spec)}`", *scores, *_costs(found, dense)))
+        cells.append((f"`{CALIBRATION.sub('', spec)}`", *scores, *_costs(found, dense)))
     first = rows[0]
     shape = f"{_sequences(first)} × {context_length(first['task_settings']['length'])} tokens"
     return titled(f"{first['model']}, {first['dtype']}, {shape}", rows, markdown_table(cells))

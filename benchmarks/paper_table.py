@@ -331,16 +331,7 @@ def _prompt_passes() -> str:
 
 
 def _needles(*presets: str) -> str:
-    def of(preset: str) -> str:
-        splits = ("niah_single_1", "niah_single_2", "niah_single_3")
-        scores = [
-            row["score"]
-            for row in _some("hybrids-tasks", model=f"{preset}-27M-0", task="ruler")
-            if row["split"] in splits and row["method"] in ("own", "dense")
-        ]
-        return f"{preset} {sum(scores) / len(scores):.1f}"
-
-    return ", ".join(map(of, presets))
+    return ", ".join(f"{preset} {_singles('hybrids-tasks', f'{preset}-27M-0'):.1f}" for preset in presets)
 
 
 def _singles(file: str, model: str, methods: Sequence[str] = ("own", "dense")) -> float:
@@ -374,16 +365,8 @@ def _recipe_evicting() -> str:
     return ", ".join(f"{name} {mean:.1f}" for name, mean in means.items())
 
 
-def _common_sense() -> str:
-    """The mean over the tasks of each model by today's recipe."""
-    return _means("lambada", "choice")
-
-
-def _passages() -> str:
-    return _means("recall")
-
-
 def _means(*tasks: str) -> str:
+    """The mean over some tasks of each model by today's recipe."""
     found: dict[str, list[float]] = {}
     for row in _rows("hybrids-recipe-tasks"):
         if row["task"] in tasks:
@@ -484,13 +467,13 @@ OURS: dict[str, Callable[[], str]] = {
     "prompts": _prompt_speed,
     "chains": _chains,
     "by tokens": _by_tokens,
-    "common sense": _common_sense,
+    "common sense": lambda: _means("lambada", "choice"),
     "needles, published gradient": lambda: _needles("lalte", "gdn_swa", "lansa", "nsa", "transformer"),
     "needles, lesson": _recipe,
     "needles, lesson, MLP": lambda: f"LTE-MLP {_of_seeds('lte_mlp_lesson')}",
     "needles, lesson, pure": lambda: f"pure LTE {_of_seeds('pure_lte_lesson')}",
     "needles, lesson, evicting": _recipe_evicting,
-    "passages": _passages,
+    "passages": lambda: _means("recall"),
     "prefill": lambda: _attention("prefill", LTE="lte", with_its_choice="lte, with selection"),
     "step": lambda: _attention("decode", half_full="lte, buffer half full", full="lte, buffer full"),
     "layers, prompt": _layer_prompts,

@@ -7,13 +7,13 @@ python -m benchmarks.sparse_prompt_plots benchmarks/results/sparse-prompts-means
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
 
 import foveate.calibrations
+from benchmarks.end_to_end_table import CALIBRATION
 from benchmarks.summary_table import heading
 from foveate.calibration import load
 from foveate.lab.report import pooled
@@ -22,7 +22,6 @@ from foveate.lab.report.plots import figure
 from foveate.lab.report.plots.figure import Look, Point
 from foveate.lab.report.rows import Row, grouped
 
-_CALIBRATION = re.compile(r',?calibration="[^"]*"')
 _DENSE = ""
 _LINES = {  # settings after a share; how far above its point a label stands
     "dense prompts (only answers are sparse)": (_DENSE, Look("#7A7A7A", "P"), 0),
@@ -91,7 +90,7 @@ def spec(settings: str) -> str:
 
 def point(rows: Sequence[Row], wanted: str, faster: Mapping[str, float]) -> Point:
     """The paired difference to dense attention with its interval, over the items of all comparisons if several."""
-    own = [row for row in rows if _CALIBRATION.sub("", row["spec"]).rstrip(":") == wanted]
+    own = [row for row in rows if CALIBRATION.sub("", row["spec"]) == wanted]
     x = faster[wanted] if "decode_only=false" in wanted else 1.0
     if len(own) == 1:
         return Point(x, *(own[0][name] for name in ("diff_to_dense", "diff_low", "diff_high")))

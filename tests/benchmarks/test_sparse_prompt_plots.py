@@ -1,4 +1,4 @@
-"""The plot of what sparse prompts lose is drawn from the rows that are committed, as the page about them says."""
+"""The plot of sparse prompts and their page are made from the rows that are committed."""
 
 import json
 
