@@ -85,11 +85,16 @@ def memory(rows: Sequence[Row]) -> str:
 
 
 def layers(rows: Sequence[Row]) -> str:
-    """A line for each context, a column for each kind of layer: time, and over the window's; steps with their kernels.
+    """A table for each run, told apart by its commit, with a line for each context and a column for each kind of layer:
+    time, and over the window's; steps with their kernels.
 
     Args:
         rows: of `benchmarks/hybrid_layers.py`.
     """
+    return "\n\n".join(map(_layers, grouped(rows, lambda row: row["commit"]).values()))
+
+
+def _layers(rows: Sequence[Row]) -> str:
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         case = row["case"]

@@ -41,6 +41,8 @@ _RECALLED = {
     "256 pairs": (256,),
 }
 """What the table of a recipe says of recall: splits with a distance, or numbers of pairs."""
+_WORDED = {"niah_single_2": "alone", "niah_multikey_1": "among four keys"}
+_WORDINGS = {"ruler": "in RULER's words", "taught": "in words of training", "untaught": "in other words"}
 _SIZES, _LENGTHS = ("27M", "1.4B"), {"4K": 4096, "64K": 65536, "1M": 1048576}
 Column = tuple[str, str, str]
 """Task, and the words of its head: what is asked, and of how many tokens or pairs."""
@@ -88,6 +90,28 @@ def recipe(rows: Sequence[Row]) -> str:
         lines.append([line, ", ".join(seeds), loss, *(_recalled(found[line], asked, of) for of in _RECALLED.values())])
     title = "one recipe: loss on held-out text, and recall from beyond every window in percent (range of the seeds)"
     return titled(title, [*rows, *curves], markdown_table(lines))
+
+
+def wordings(rows: Sequence[Row]) -> str:
+    """A line for each model: needles in RULER's words, in those of its training, and in words of neither.
+
+    Args:
+        rows: of `benchmarks/hybrid_wordings.py`.
+    """
+    cells = {
+        (row["split"], row["task_settings"]["wording"], row["model"]): interval(row["metrics"]["string_match"])
+        for row in rows
+    }
+    splits = [split for split in _NEEDLES if split in {split for split, *_ in cells}]
+    columns = [(split, wording) for split in splits for wording in _WORDINGS]
+    heads = [f"{_WORDED[split]} {_WORDINGS[wording]}" for split, wording in columns]
+    lines = [["model", *heads]]
+    models = sorted({row["model"] for row in rows}, key=lambda name: (list(PRESETS).index(_preset(name)), name))
+    for model in models:
+        lines.append([model, *(cells.get((*column, model), NONE) for column in columns)])
+    (n,), (length,) = {row["n"] for row in rows}, {row["task_settings"]["length"] for row in rows}
+    title = f"needles by their wording, in prompts of {context_length(length)} tokens, percent [95 %], n = {n} each"
+    return titled(title, rows, markdown_table(lines))
 
 
 def caches() -> str:

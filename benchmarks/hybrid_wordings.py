@@ -11,6 +11,7 @@ was stopped. Ten minutes of a CPU core for each model.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -22,8 +23,8 @@ from foveate.errors import UserError, unknown
 from foveate.hybrids.models import HybridConfig
 from foveate.hybrids.training.templates import RULER, TEMPLATES, Template
 from foveate.io import outfile
-from foveate.lab.evaluation import runner, tasks
-from foveate.lab.evaluation.tasks import Item, register
+from foveate.lab.evaluation import runner
+from foveate.lab.evaluation.tasks import Item
 from foveate.lab.evaluation.tasks.ruler import Ruler
 
 UNTAUGHT = (
@@ -53,7 +54,7 @@ LENGTH, FAR = 1024, 430
 _RULER_NEEDLE = re.compile(r"One of the special magic (?P<kind>\w+)s for (?P<key>.+?) is: (?P<value>\S+)\.")
 
 
-@register
+@dataclasses.dataclass(frozen=True)
 class Reworded(Ruler):
     """RULER's needles in novels, with their sentences and the question in other words; graded as RULER's are."""
 
@@ -101,9 +102,9 @@ def main(
         chosen, _ = runner.parse_methods(["dense" if "attn" in mixers else "own"])
         for wording in WORDINGS:
             for split in SPLITS:
-                spec = f"reworded:split={split},wording={wording},length={LENGTH},beyond={FAR},max_new_tokens=16"
+                task = Reworded(split=split, wording=wording, length=LENGTH, beyond=FAR, max_new_tokens=16)
                 file = parts / f"{path.name}-{wording}-{split}.jsonl"
-                plan = runner.Comparison(path, tasks.parse(spec), data, chosen, limit, file, batch_size=batch_size)
+                plan = runner.Comparison(path, task, data, chosen, limit, file, batch_size=batch_size)
                 for row in runner.run(runner.prepare(plan)):
                     print(f"{path.name:22} {row['score']:6.1f}  {wording} {split}", flush=True)
     rows = "".join(path.read_text(encoding="utf-8") for path in sorted(parts.glob("*.jsonl")))

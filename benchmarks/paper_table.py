@@ -17,7 +17,7 @@ from benchmarks.csa_tables import PUBLISHED
 from foveate.calibration import load
 from foveate.lab.report import pooled
 from foveate.lab.report.markdown import markdown_table
-from foveate.lab.report.rows import Row, all_spelled
+from foveate.lab.report.rows import Row, all_spelled, grouped
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {"0.5B": "qwen2.5-coder-0.5b-instruct", "1.5B": "qwen2.5-coder-1.5b-instruct"}
@@ -384,9 +384,10 @@ def _attention(phase: str, **whats: str) -> str:
 
 
 def _whole_layers(phase: str, cell: Callable[[dict[str, Row]], str]) -> str:
-    """Whole layers, by context; a cell is made of the rows by their kind."""
+    """Whole layers of the last run that had LTE's, by context; a cell is made of the rows by their kind."""
+    runs = grouped(_some("hybrids-speed", phase=phase, size="1.4B", batch=32), lambda row: row["commit"]).values()
     found: dict[int, dict[str, Row]] = {}
-    for row in _some("hybrids-speed", phase=phase, size="1.4B", batch=32):
+    for row in [run for run in runs if any(row["case"]["what"] == "lte" for row in run)][-1]:
         found.setdefault(row["case"]["context"], {})[row["case"]["what"]] = row
     return _joined(f"{tokens // _K}K {cell(found[tokens])}" for tokens in sorted(found))
 

@@ -84,6 +84,7 @@ KINDS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "hybrid-tasks": hybrid_task_tables.table,
     "hybrid-recipe": hybrid_task_tables.recipe,
     "hybrid-seeds": hybrid_task_tables.by_seed,
+    "hybrid-wordings": hybrid_task_tables.wordings,
     "hybrid-heads": hybrid_tables.heads,
     "hybrid-needles": table_kinds.hybrid_needles,
     "hybrids-speed": hybrid_tables.speed,
