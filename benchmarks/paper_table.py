@@ -358,6 +358,17 @@ def _recipe() -> str:
     return f"laLTE {_of_seeds('lalte_lesson')}; {beside}"
 
 
+def _plain() -> str:
+    """Models whose training had no needle in RULER's words."""
+
+    def of(preset: str) -> str:
+        rows = _some("hybrids-plain", task="ruler", model=f"{preset}_plain-27M-0")
+        far = [row for row in rows if row["task_settings"].get("beyond")]
+        return f"{preset} {statistics.fmean(row['score'] for row in far if row['split'].startswith('niah_single')):.1f}"
+
+    return ", ".join(map(of, ("lalte", "gdn", "gdn_attn")))
+
+
 def _recipe_evicting() -> str:
     methods = {"gdn_attn": "dense", "TOVA": "tova", "uniform": "uniform"}
     found = {name: _singles("hybrids-lesson", "gdn_attn_recipe-27M-0", [method]) for name, method in methods.items()}
@@ -471,6 +482,7 @@ OURS: dict[str, Callable[[], str]] = {
     "common sense": lambda: _means("lambada", "choice"),
     "needles, published gradient": lambda: _needles("lalte", "gdn_swa", "lansa", "nsa", "transformer"),
     "needles, lesson": _recipe,
+    "needles, plain": _plain,
     "needles, lesson, MLP": lambda: f"LTE-MLP {_of_seeds('lte_mlp_lesson')}",
     "needles, lesson, pure": lambda: f"pure LTE {_of_seeds('pure_lte_lesson')}",
     "needles, lesson, evicting": _recipe_evicting,
