@@ -19,7 +19,7 @@ from foveate.methods._settings import settings_of
 from foveate.methods.base import REGISTRY, About, Method, Observation, Replay, Role, register, setting
 from foveate.methods.bases import KeepsByScore
 from foveate.methods.budgets import Number
-from foveate.methods.spec import COMPOSED, make, spelled
+from foveate.methods.spec import COMPOSED, keep_made_for, make, spelled
 from foveate.state import Channel, Evicts, Geometry, RowNumber, SlotCache
 
 _KEPT = "kept."
@@ -251,7 +251,9 @@ class Composed(Composition):
     def __post_init__(self) -> None:
         for name in ("keeps", "reads"):
             self._check(name, isinstance(getattr(self, name), str | dict | Method), "the spec of a method")
-            object.__setattr__(self, name, _made(getattr(self, name)).spec)
+            made = _made(getattr(self, name))
+            object.__setattr__(self, name, made.spec)
+            keep_made_for(self, made)
         _check(self.evicting, self.selecting)
 
     @functools.cached_property

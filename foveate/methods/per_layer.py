@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from foveate.methods._settings import settings_of
 from foveate.methods.base import About, Method, register, setting
-from foveate.methods.spec import make
+from foveate.methods.spec import keep_made_for, make
 
 
 @register
@@ -33,7 +33,7 @@ class PerLayer(Method):
         for key, method in self.layers.items():
             key = f"{key[0]}-{key[-1]}" if isinstance(key, range) and key.step == 1 and len(key) else str(key)
             _bounds(key)
-            specs[key] = _spec(method)
+            specs[key] = _spec(method, self)
         object.__setattr__(self, "layers", specs)
 
     def _settings(self) -> dict[str, Any]:
@@ -81,8 +81,8 @@ class Mixed(Method):
     clustered: Any = setting("luka", "method of the layers between")
 
     def __post_init__(self):
-        object.__setattr__(self, "lined", _spec(self.lined))
-        object.__setattr__(self, "clustered", _spec(self.clustered))
+        object.__setattr__(self, "lined", _spec(self.lined, self))
+        object.__setattr__(self, "clustered", _spec(self.clustered, self))
 
     def _settings(self) -> dict[str, Any]:
         return {"lined": _complete(self.lined), "clustered": _complete(self.clustered)}
@@ -97,11 +97,13 @@ class Mixed(Method):
         return make(self.lined if lined(layer) else self.clustered).for_layer(layer, num_layers, alike)
 
 
-def _spec(method: str | Method | dict[str, Any]) -> str:
-    """The spec of a method, which may be given as :func:`_complete` writes it; without regard to any model."""
+def _spec(method: str | Method | dict[str, Any], whole: Method) -> str:
+    """The spec of a part of ``whole``, which may be given as :func:`_complete` writes it; without regard to any
+    model."""
     if isinstance(method, dict) and not isinstance(method.get("method"), str):
         raise ValueError(f"a method that is written as an object has its name as 'method', and {method!r} has none")
     made = make(**method) if isinstance(method, dict) else make(method)
+    keep_made_for(whole, made)
     return made.for_model(dict).spec
 
 
