@@ -66,6 +66,12 @@ class Composition(Method):
         return self.evicting.evicts
 
     @property
+    def sparse_from_tokens(self) -> int | None:  # type: ignore[override]
+        """0: no pair's speed is measured, so that a step reads all kept tokens only where a user's ``dense_below`` asks
+        for it. None if tokens leave in decode steps, or if the selecting method has no dense steps."""
+        return None if self.evicts.in_decode or self.selecting.sparse_from_tokens is None else 0
+
+    @property
     def stateful(self) -> bool:  # type: ignore[override]
         return self.evicting.stateful or self.selecting.stateful
 
