@@ -130,13 +130,16 @@ class Kascade(TopKByMass):
         """The method with the anchors and heads of a calibration for the model's weights, which a user has kept or
         foveate ships; without such a calibration, with evenly spaced anchors.
 
-        A calibration that was made under this method's settings is preferred. Given anchors or heads are kept.
+        A calibration that was made under this method's settings is preferred. Given anchors or heads are kept. Without
+        facts of the model the method is unchanged.
         """
         if self.anchors is not None:
             self._say_what_differs()
             self._warn_if_evenly_spaced(facts)
             return self
         of_model = facts()
+        if not of_model:  # as within another method, whose layers are not known yet
+            return self
         layers = len(of_model.get("weights") or ())  # the layers that the method is applied to, if known
         evenly = self._changed(anchors=min(_ANCHORS, layers or _ANCHORS))
         if self.heads is not None:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from foveate import methods
+from foveate.calibration import say_once
 
 SPECS = ['mixed:clustered="luka:top_k=3"', 'per_layer:layers={"0-1": "h2o:window=9", "rest": "luka:page_size=[4,8]"}']
 
@@ -18,3 +19,20 @@ def test_settings_hold_the_inner_methods_complete_and_make_the_same_method(spec)
         made = methods.make(own["method"])
         assert own.keys() == {"method", *methods.settings_of(made)}
     assert methods.make(method.name, **settings) == method
+
+
+@pytest.mark.parametrize("spec", ['per_layer:layers={"0":"dense","rest":"kascade:top_k=9"}', "mixed:clustered=kascade"])
+def test_kascade_in_few_layers_has_no_more_anchors_than_they_are(spec):
+    """As of a model of few layers: nobody has asked for the usual number."""
+    method = methods.parse(spec)
+    assert "anchors" not in method.spec
+    for layers in (3, 4, 12):
+        inner = [one for one in (method.for_layer(layer, layers) for layer in range(layers)) if one.name == "kascade"]
+        assert sum(one.role.chooses or one.role.has_readers for one in inner) <= min(5, len(inner))
+
+
+def test_auto_does_not_say_that_it_has_looked_for_a_calibration():
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="^auto: pages, because within another method no calibration is looked for$"):
+        method = methods.make("per_layer", layers={"rest": "auto"})
+    assert method.layers == {"rest": "pages"}
