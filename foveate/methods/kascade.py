@@ -55,7 +55,8 @@ class Kascade(TopKByMass):
         f"else {_ANCHORS}",
     )
     heads: Any = setting(
-        None, 'by reading layer, the anchor\'s head whose choice each KV head reads: {"3": [0, 0], ...}'
+        None,
+        'by reading layer, with pool=kv_head, the anchor\'s head whose choice each KV head reads: {"3": [0, 0], ...}',
     )
     calibration: str = setting(
         "",
@@ -89,6 +90,8 @@ class Kascade(TopKByMass):
                 for layer, heads in self.heads.items()
             )
             self._check("heads", maps, "lists of KV heads by layer")
+            used = not self.heads or not self.pools_layer or self.calibration != ""  # whose file has heads anyway
+            self._check("heads", used, "left out with pool=layer, under which all heads of a layer read the same keys")
             object.__setattr__(self, "heads", {str(int(layer)): list(heads) for layer, heads in self.heads.items()})
 
     def _read_calibration(self) -> None:
