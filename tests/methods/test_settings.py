@@ -7,7 +7,7 @@ import pytest
 
 import foveate
 from foveate import methods
-from foveate.methods._settings import MOST, MOST_KEPT
+from foveate.methods._settings import MOST, MOST_KEPT, spelled_value
 from tests.helpers import LargestTensor, generate, tiny_model, tokens
 
 
@@ -111,3 +111,10 @@ def test_the_largest_settings_take_the_memory_of_their_windows_alone(name):
 def test_an_object_that_names_no_method_is_refused(written):
     with pytest.raises(ValueError, match="has its name as 'method'"):
         methods.make("per_layer", layers={"rest": written})
+
+
+@pytest.mark.parametrize("word", ["true", "null", "None", "True", "NaN", "Infinity", "-1", "word", "a b", '"', "["])
+def test_a_text_is_read_as_it_was_written(word):
+    """Also a word that JSON or Python reads as something else, such as the name of a file."""
+    written = f"x={spelled_value(word)},y=1"
+    assert methods.spec._split(written, written) == {"x": word, "y": 1}
