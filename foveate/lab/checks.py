@@ -402,7 +402,9 @@ def _without_cache(given: _OfModel) -> None:
     given.same(found, expected, "without a cache, as in training, a prompt is read otherwise")
 
 
-def _training(given: _OfModel) -> None:
+def _training(given: _OfModel) -> str | None:
+    if given.model.foveate.evicts_in_prompt:
+        return _Told("it evicts while a prompt is read, and no gradients flow through what it evicts")
     ids, training = given.tokens(2, PROMPT).ids, given.model.training
     weights = [one for one in given.model.parameters() if one.requires_grad]
     given.model.train()
@@ -413,6 +415,7 @@ def _training(given: _OfModel) -> None:
         given.model.train(training)
     if not grads or not all(bool(grad.isfinite().all()) for grad in grads):
         raise MissedError("gradients are missing or no numbers")
+    return None
 
 
 def _served(given: _OfModel) -> str:

@@ -112,5 +112,10 @@ def settings_of(method: Settings) -> dict[str, Any]:
     return method._settings()
 
 
+_NOT_TEXT = ("true", "false", "null", "NaN", "Infinity", "True", "False", "None")
+"""Words that a spec reads as values of another kind, unless they are in quotation marks."""
+
+
 def spelled_value(value: Any) -> str:
-    return value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
+    bare = isinstance(value, str) and value.isidentifier() and value not in _NOT_TEXT
+    return value if bare else json.dumps(value)

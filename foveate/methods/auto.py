@@ -31,7 +31,8 @@ class Auto(Method):
         """The chosen method, and a text that begins with its name and gives the reason.
 
         Args:
-            facts: facts of the model, as :meth:`foveate.calibration.Calibration.check_model` takes them.
+            facts: facts of the model, as :meth:`foveate.calibration.Calibration.check_model` takes them. They are empty
+                within another method, which is made before its model is known.
         """
         found, others = known(facts), []
         for one in found.calibrations:
@@ -40,8 +41,9 @@ class Auto(Method):
                 why = f"calibration {one.source!r}, which {one.origin} for these weights"
                 return method, f"kascade, with {SHARE:.0%} of the keys and {why}"
             others.append(f"calibration {one.source!r} is for another {' and '.join(differing)} than kascade's")
-        obstacles = "; ".join([*others, *found.obstacles])
-        return Pages(), f"pages, because {obstacles or 'no calibration is known for these weights (foveate calibrate)'}"
+        none = "no calibration is known for these weights (foveate calibrate)"
+        none = none if facts else "within another method no calibration is looked for"
+        return Pages(), f"pages, because {'; '.join([*others, *found.obstacles]) or none}"
 
     def for_model(self, facts: Callable[[], Mapping[str, Any]]) -> Method:
         method, why = self.chosen_for(facts())

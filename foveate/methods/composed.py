@@ -19,7 +19,7 @@ from foveate.methods._settings import settings_of
 from foveate.methods.base import REGISTRY, About, Method, Observation, Replay, Role, register, setting
 from foveate.methods.bases import KeepsByScore
 from foveate.methods.budgets import Number
-from foveate.methods.spec import COMPOSED, make, spelled
+from foveate.methods.spec import COMPOSED, keep_made_for, make, spelled
 from foveate.state import Channel, Evicts, Geometry, RowNumber, SlotCache
 
 _KEPT = "kept."
@@ -64,6 +64,12 @@ class Composition(Method):
     @property
     def evicts(self) -> Evicts:  # type: ignore[override]
         return self.evicting.evicts
+
+    @property
+    def sparse_from_tokens(self) -> int | None:  # type: ignore[override]
+        """0: no pair's speed is measured, so that a step reads all kept tokens only where a user's ``dense_below`` asks
+        for it. None if tokens leave in decode steps, or if the selecting method has no dense steps."""
+        return None if self.evicts.in_decode or self.selecting.sparse_from_tokens is None else 0
 
     @property
     def stateful(self) -> bool:  # type: ignore[override]
@@ -251,7 +257,9 @@ class Composed(Composition):
     def __post_init__(self) -> None:
         for name in ("keeps", "reads"):
             self._check(name, isinstance(getattr(self, name), str | dict | Method), "the spec of a method")
-            object.__setattr__(self, name, _made(getattr(self, name)).spec)
+            made = _made(getattr(self, name))
+            object.__setattr__(self, name, made.spec)
+            keep_made_for(self, made)
         _check(self.evicting, self.selecting)
 
     @functools.cached_property

@@ -55,7 +55,8 @@ class Kascade(TopKByMass):
         f"else {_ANCHORS}",
     )
     heads: Any = setting(
-        None, 'by reading layer, the anchor\'s head whose choice each KV head reads: {"3": [0, 0], ...}'
+        None,
+        'by reading layer, with pool=kv_head, the anchor\'s head whose choice each KV head reads: {"3": [0, 0], ...}',
     )
     calibration: str = setting(
         "",
@@ -89,6 +90,8 @@ class Kascade(TopKByMass):
                 for layer, heads in self.heads.items()
             )
             self._check("heads", maps, "lists of KV heads by layer")
+            used = not self.heads or not self.pools_layer or self.calibration != ""  # whose file has heads anyway
+            self._check("heads", used, "left out with pool=layer, under which all heads of a layer read the same keys")
             object.__setattr__(self, "heads", {str(int(layer)): list(heads) for layer, heads in self.heads.items()})
 
     def _read_calibration(self) -> None:
@@ -130,13 +133,16 @@ class Kascade(TopKByMass):
         """The method with the anchors and heads of a calibration for the model's weights, which a user has kept or
         foveate ships; without such a calibration, with evenly spaced anchors.
 
-        A calibration that was made under this method's settings is preferred. Given anchors or heads are kept.
+        A calibration that was made under this method's settings is preferred. Given anchors or heads are kept. Without
+        facts of the model the method is unchanged.
         """
         if self.anchors is not None:
             self._say_what_differs()
             self._warn_if_evenly_spaced(facts)
             return self
         of_model = facts()
+        if not of_model:  # as within another method, whose layers are not known yet
+            return self
         layers = len(of_model.get("weights") or ())  # the layers that the method is applied to, if known
         evenly = self._changed(anchors=min(_ANCHORS, layers or _ANCHORS))
         if self.heads is not None:

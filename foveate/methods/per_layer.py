@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from foveate.methods._settings import settings_of
-from foveate.methods.base import About, Method, register, setting
-from foveate.methods.spec import make
+from foveate.methods.base import About, Method, Replay, register, setting
+from foveate.methods.spec import keep_made_for, make
+
+
+@dataclass(frozen=True)
+class _OfLayers(Method):
+    """Methods of different layers, whose declared facts hold for all of these methods together."""
+
+    @property
+    def _specs(self) -> Sequence[str]:
+        """The specs of the methods."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _methods(self) -> list[Method]:
+        return [make(spec) for spec in self._specs]
+
+    @property
+    def stateful(self) -> bool:  # type: ignore[override]
+        return any(one.stateful for one in self._methods)
+
+    @functools.cached_property
+    def replay(self) -> Replay | None:  # type: ignore[override]
+        every = [one.replay for one in self._methods]
+        if None in every:
+            return None
+        return Replay(next(filter(None, (one.obstacle for one in every)), ""), any(one.copies_keys for one in every))
+
+    def prompt_tile(self, group: int) -> int | None:
+        tiles = {one.prompt_tile(group) for one in self._methods} - {0}
+        return 0 if not tiles else None if None in tiles else math.lcm(*tiles)
 
 
 @register
-class PerLayer(Method):
+class PerLayer(_OfLayers):
     """A method for each layer: ``{"0-7": "h2o", "8-27": "luka:top_k=3", "-8--1": "h2o"}``.
 
     Keys are a layer, a range with both ends included, or "rest"; negative numbers count from the last layer.
@@ -33,8 +65,12 @@ class PerLayer(Method):
         for key, method in self.layers.items():
             key = f"{key[0]}-{key[-1]}" if isinstance(key, range) and key.step == 1 and len(key) else str(key)
             _bounds(key)
-            specs[key] = _spec(method)
+            specs[key] = _spec(method, self)
         object.__setattr__(self, "layers", specs)
+
+    @property
+    def _specs(self) -> Sequence[str]:
+        return list(self.layers.values())
 
     def _settings(self) -> dict[str, Any]:
         return {"layers": {key: _complete(method) for key, method in self.layers.items()}}
@@ -63,7 +99,7 @@ def per_layer(layers: dict[Any, str | Method]) -> PerLayer:
 
 
 @register
-class Mixed(Method):
+class Mixed(_OfLayers):
     """Lined attention (H2O) in the first and last layers, clustered attention (LuKA) between them."""
 
     name: ClassVar[str] = "mixed"
@@ -81,8 +117,12 @@ class Mixed(Method):
     clustered: Any = setting("luka", "method of the layers between")
 
     def __post_init__(self):
-        object.__setattr__(self, "lined", _spec(self.lined))
-        object.__setattr__(self, "clustered", _spec(self.clustered))
+        object.__setattr__(self, "lined", _spec(self.lined, self))
+        object.__setattr__(self, "clustered", _spec(self.clustered, self))
+
+    @property
+    def _specs(self) -> Sequence[str]:
+        return self.lined, self.clustered
 
     def _settings(self) -> dict[str, Any]:
         return {"lined": _complete(self.lined), "clustered": _complete(self.clustered)}
@@ -97,11 +137,13 @@ class Mixed(Method):
         return make(self.lined if lined(layer) else self.clustered).for_layer(layer, num_layers, alike)
 
 
-def _spec(method: str | Method | dict[str, Any]) -> str:
-    """The spec of a method, which may be given as :func:`_complete` writes it; without regard to any model."""
+def _spec(method: str | Method | dict[str, Any], whole: Method) -> str:
+    """The spec of a part of ``whole``, which may be given as :func:`_complete` writes it; without regard to any
+    model."""
     if isinstance(method, dict) and not isinstance(method.get("method"), str):
         raise ValueError(f"a method that is written as an object has its name as 'method', and {method!r} has none")
     made = make(**method) if isinstance(method, dict) else make(method)
+    keep_made_for(whole, made)
     return made.for_model(dict).spec
 
 

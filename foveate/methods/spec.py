@@ -56,7 +56,8 @@ def _below(cls: type[Method]) -> Iterator[type[Method]]:
 SETTING, SETTING_SCHEMA = "foveate_setting", 2
 """Kind and version of the files that `foveate tune` writes; such a file names a method."""
 _MADE_FOR = "made_for"
-"""Attribute of a method that comes from a file of `foveate tune`: the architecture for which the file was made."""
+"""Attribute of a method that comes from files of `foveate tune`, or has parts that do: for each file its spec, and the
+architecture for which it was made."""
 _FIELDS = {
     "kind": str,
     "schema": int,
@@ -80,7 +81,7 @@ def make(method: str | Method, **settings: Any) -> Method:
     if isinstance(method, Method):
         check_class(type(method), Method)
         settings = _known(type(method), settings)
-        return method._changed(**settings) if settings else method
+        return keep_made_for(method._changed(**settings), method) if settings else method
     if not isinstance(method, str):
         raise ValueError(f"method must be a name, a spec string or a Method, not {type(method).__name__}")
     path = method.strip()
@@ -91,23 +92,31 @@ def make(method: str | Method, **settings: Any) -> Method:
         named = path in str(error) or not path.endswith(".json") or ":" in path
         raise error if named else ValueError(f"{path}: {error}") from None
     if architecture is not None:
-        vars(made)[_MADE_FOR] = architecture
+        vars(made)[_MADE_FOR] = [*vars(made).get(_MADE_FOR, ()), (made.spec, architecture)]
     return made
 
 
+def keep_made_for(method: Method, part: Method) -> Method:
+    """The method, for which :func:`check_made_for` then also checks the files that ``part`` comes from."""
+    if files := vars(part).get(_MADE_FOR):
+        vars(method)[_MADE_FOR] = [*vars(method).get(_MADE_FOR, ()), *files]
+    return method
+
+
 def check_made_for(method: Method, facts: Mapping[str, Any]) -> None:
-    """Raise ValueError if a method comes from a file of `foveate tune` that was made for a model of another shape.
+    """Raise ValueError if a method, or a part of it, comes from a file of `foveate tune` for a model of another shape.
 
     Args:
         facts: facts of the model, such as its number of ``layers``.
     """
-    for name in SHAPE:
-        there, here = vars(method).get(_MADE_FOR, {}).get(name), facts.get(name)
-        if there is not None and here is not None and there != here:
-            raise ValueError(
-                f"{method.spec} was found by foveate tune for a model of {name} {there}, and this one has {here}; "
-                "search anew, or name the method itself"
-            )
+    for spec, architecture in vars(method).get(_MADE_FOR, ()):
+        for name in SHAPE:
+            there, here = architecture.get(name), facts.get(name)
+            if there is not None and here is not None and there != here:
+                raise ValueError(
+                    f"{spec} was found by foveate tune for a model of {name} {there}, and this one has {here}; "
+                    "search anew, or name the method itself"
+                )
 
 
 def parse(spec: str) -> Method:
@@ -191,7 +200,7 @@ def _of_file(path: Path) -> tuple[str, dict[str, Any]]:
     for name, kind in _FIELDS.items():
         if not isinstance(found[name], kind) or isinstance(found[name], bool):
             raise ValueError(f"{path}: {name!r} must not be {found[name]!r}")
-    if found["method"].endswith(".json"):
+    if any(map(names_file, split(found["method"]))):
         raise ValueError(f"{path}: names another file, {found['method']}, in the place of a method")
     return found["method"], found["architecture"]
 

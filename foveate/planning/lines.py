@@ -46,7 +46,8 @@ def _sizes(plan: Plan) -> list[str]:
     taken = plan.transformers if not plan.transformers.refused else plan.vllm
     name = _name_of(taken.method) if taken.method is not None else "no method"
     share = f", {memory.summaries / memory.kept:.1%} of these" if memory.summaries else ""
-    contexts = f"{asked.sequences:,} × {asked.context:,} tokens, {cached}{grows}"
+    whole = f"; what {name} evicts is not taken off" if _evicts(taken) else ""
+    contexts = f"{asked.sequences:,} × {asked.context:,} tokens, {cached}{grows}{whole}"
     return [
         f"model: {shape['model_type']}, {model.parameters / 1e9:.2f} billion parameters, {', '.join(parts)}, {heads}",
         f"weights: {gigabytes(memory.weights)} ({held}){each}",
@@ -81,7 +82,11 @@ def _remedies(plan: Plan) -> list[str]:
     if (found := plan.offloaded) is not None:
         what = "offload=True" if found.spec == "auto" else f"{found.spec} with offload=True"
         ways.append(f"{what} ({gigabytes(found.device)} beside the weights, {gigabytes(found.host)} of host memory)")
-    ways.append("a method that evicts (docs/guide/choose.md)")
+    if _evicts(plan.transformers):
+        own = _name_of(plan.transformers.method)
+        ways.append(f"{own} itself, if the tokens that it keeps fit: a plan does not know how many it evicts")
+    else:
+        ways.append("a method that evicts (docs/guide/choose.md)")
     return [f"instead: {'; or '.join(ways)}"]
 
 
@@ -168,9 +173,16 @@ def _stay(decoding: Decoding) -> str:
     """Advice not to take the method, with the reason."""
     if decoding.method.name == "dense":
         return "stay with dense attention, as asked"
+    if decoding.sparse_from >= NEVER_FASTER:
+        return "stay with dense attention, because the method is not faster on a GPU at any length"
     if not decoding.acts:
         return f"stay with dense attention, because the method acts from {decoding.sparse_from:,} tokens on"
     return "stay with dense attention, because sparse steps are estimated to be no faster"
+
+
+def _evicts(decoding: Decoding) -> bool:
+    """Whether some layer evicts, so that a cache holds fewer tokens than the plan counts."""
+    return any(one.evicts for one in (decoding.layers or {}).values())
 
 
 def gigabytes(count: int) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foveate.methods import Method
 from foveate.methods._declared import check_hooks
+from foveate.methods.base import NEVER_FASTER
 from foveate.ops import Logits, Rotary
 from foveate.ops.dispatch import runs_kernel
 from foveate.state import Counters, Geometry
@@ -72,8 +73,9 @@ def dense_until(
 
 def sparse_from_length(methods: Iterable[Method], geometry: Geometry, sequences: int = 1, ranks: int = 1) -> int:
     """The length of each of ``sequences`` sequences from which decode steps on a GPU are sparse under "auto", see
-    :func:`pays_from`."""
-    return max(SHORT_SEQUENCE, -(-pays_from(methods, geometry, ranks) // max(sequences, 1)))
+    :func:`pays_from`; at least ``NEVER_FASTER`` where none is."""
+    tokens = pays_from(methods, geometry, ranks)
+    return tokens if tokens >= NEVER_FASTER else max(SHORT_SEQUENCE, -(-tokens // max(sequences, 1)))
 
 
 def pays_from(methods: Iterable[Method], geometry: Geometry, ranks: int = 1) -> int:

@@ -399,3 +399,12 @@ def test_every_method_of_foveate_declares_what_it_scores():
     choosing = [kind for kind in ours if kind.choose is not base.Method.choose]
     assert len(choosing) > 10
     assert not [kind.name for kind in choosing if kind.scored is base.Method.scored]
+
+
+@pytest.mark.parametrize("spec", ["{}", 'per_layer:layers={{"0":"dense","rest":"{}"}}'])
+def test_a_method_that_evicts_while_a_prompt_is_read_passes_and_is_not_trained(spec):
+    found = checks.check(spec.format("snapkv:top_k=12,window=8,evict_every=20"))
+    assert found.passed, str(found)
+    (line,) = (line for line in found.lines if line.name == "training")
+    assert line.outcome == "told"
+    assert "no gradients flow" in line.text

@@ -29,6 +29,13 @@ def outputs(method, tokens):
     return driver, torch.cat([driver.feed(tokens[:PROMPT]), driver.feed_steps(tokens[PROMPT:])], 2)
 
 
+def tuned(file, spec):
+    """A file of `foveate tune` for a model of two layers."""
+    setting = {"kind": "foveate_setting", "schema": 2, "method": spec, "architecture": {"layers": 2}}
+    file.write_text(json.dumps(setting | {"objective": "memory", "max_loss": 1.0, "measured": {}}), encoding="utf-8")
+    return file
+
+
 @pytest.mark.parametrize(
     ("spec", "written"),
     [
@@ -389,15 +396,34 @@ def test_summaries_are_weighed_by_the_queries_of_the_last_prompt():
 
 
 def test_a_file_of_tune_may_name_a_composition(tmp_path):
-    file = tmp_path / "foveate.json"
-    setting = {"kind": "foveate_setting", "schema": 2, "method": f"{SNAPKV}+{QUEST}", "architecture": {"layers": 2}}
-    file.write_text(json.dumps(setting | {"objective": "memory", "max_loss": 1.0, "measured": {}}), encoding="utf-8")
+    file = tuned(tmp_path / "foveate.json", f"{SNAPKV}+{QUEST}")
     for read in (methods.parse, checks.small):
         assert read(str(file)).spec == f"{SNAPKV}+{QUEST}"
     with pytest.raises(ValueError, match="found by foveate tune for a model of layers 2, and this one has 3"):
         methods.spec.check_made_for(methods.parse(str(file)), {"layers": 3})
     with pytest.raises(ValueError, match=r"nowhere\.json: no such file"):
         checks.small("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    "spec", ["{file}+quest", 'per_layer:layers={{"rest":"{file}"}}', 'mixed:lined="{file}"', "{file}+twilight"]
+)
+def test_a_file_of_tune_within_another_method_is_for_its_own_architecture_too(spec, tmp_path):
+    file = tuned(tmp_path / "foveate.json", "snapkv:top_k=0.5")
+    method = methods.parse(spec.format(file=file))
+    assert methods.parse(method.spec) == method
+    methods.check_made_for(method, {"layers": 2})
+    for one in (method, methods.make(methods.parse(str(file)), top_k=9)):
+        with pytest.raises(ValueError, match=r"^snapkv:top_k=0.5 was found by foveate tune for a model of layers 2"):
+            methods.check_made_for(one, {"layers": 3})
+    with pytest.raises(ValueError, match="for a model of layers 2, and this one has 3"):
+        foveate.attach(checks.tiny(), spec.format(file=file))
+
+
+def test_a_file_of_tune_names_no_file_in_a_composition(tmp_path):
+    file = tmp_path / "foveate.json"
+    with pytest.raises(ValueError, match="names another file"):
+        methods.parse(str(tuned(file, f"{file}+quest")))  # itself
 
 
 def test_channels_of_one_name_are_kept_apart():

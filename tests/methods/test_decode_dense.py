@@ -1,5 +1,6 @@
 """Dense attention in the place of decode steps whose contexts are short."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from matrix import PROMPT, VARIANTS, Driver, Tokens, close, deal, each
 
 import foveate
 from foveate import methods
+from foveate.calibration import say_once
 from foveate.lab.recorded import record
 from foveate.runtime import EngineSteps, layer, policy, replay
 from foveate.state import Geometry
@@ -15,7 +17,9 @@ from tests.helpers import generate, tiny_model, tokens
 from tests.recorded import Replayed
 
 EVER = 1 << 40
-DENSE = [(name, method) for name, method in VARIANTS if method.sparse_from_tokens is not None]
+ABLE = [(name, method) for name, method in VARIANTS if method.sparse_from_tokens is not None]
+DENSE = [(name, method) for name, method in ABLE if not method.evicts]
+PAIRS = [(name, method) for name, method in ABLE if method.evicts]
 
 
 def tracks_recent(method):
@@ -25,8 +29,10 @@ def tracks_recent(method):
 
 
 def test_no_method_that_evicts_reads_everything():
+    """A composition reads everything that its first method keeps, if a user asks for it."""
     for name, method in VARIANTS:
-        assert not method.evicts or method.sparse_from_tokens is None, name
+        pair = len(method.parts) == 2 and not method.evicts.in_decode
+        assert not method.evicts or method.sparse_from_tokens == (0 if pair else None), name
     for name in ("kascade", "oracle_topk", "quest", "pages", "omnikv", "lessismore", "luka", "luka_paper"):
         assert methods.make(name).sparse_from_tokens is not None, name
     few = methods.make("luka", page_size=16, top_k=3, score="spread")
@@ -58,7 +64,20 @@ def test_short_contexts_are_read_whole(method):
     assert counters.own == {name: dense_steps[name] for name in method.counters}
 
 
-@each(deal(0, variants=DENSE))
+@each(PAIRS)
+def test_short_contexts_of_a_composition_are_read_as_its_first_method_reads_them(method):
+    given = Tokens.random(2, PROMPT + 12)
+    short, alone = Driver(method, PROMPT), Driver(method.evicting, PROMPT)
+    short.layer.dense_below = EVER
+    for one in (short, alone):
+        one.feed(given[:PROMPT])
+    close(short.feed_steps(given[PROMPT:]), alone.feed_steps(given[PROMPT:]))
+    counters = short.layer.counters
+    assert counters.dense_steps == 12
+    assert float(counters.keys_read) == float(alone.layer.counters.keys_read)
+
+
+@each(deal(0, variants=[*DENSE, *PAIRS]))
 def test_longer_ones_find_what_they_need(method):
     """Outputs after dense steps are those that they would be, but for what was not looked back on."""
     given = Tokens.random(2, PROMPT + 22)
@@ -120,6 +139,45 @@ def test_of_a_model():
             assert {layer.dense_steps for layer in stats.layers} == {0}
             assert stats.summary()["keys_read_share"] < 0.8
             assert "read everything" not in str(stats)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "snapkv:top_k=17,window=8,kernel_size=3+quest:top_k=9,page_size=3,dense_layers=0",
+        "adakv:top_k=17,window=8,kernel_size=3+twilight:p=0.3,min_k=6",
+        "rocketkv:keep=25,top_k=9,page_size=3,window=8,kernel_size=3",
+    ],
+)
+def test_of_a_model_under_a_composition(spec):
+    """Captured or not, the kept tokens are read whole until they are more than `dense_below`."""
+    outs = []
+    for cuda_graph in (False, True):
+        model = tiny_model("llama")
+        attachment = foveate.attach(model, spec, dense_below=2 * 45, cuda_graph=False)
+        if cuda_graph:
+            attachment.graphs.mode, attachment.graphs.recorder = "auto", record
+        outs.append(generate(model, input_ids=tokens(61, 2), new=40))
+        stats = foveate.stats(model)
+        assert {layer.dense_steps for layer in stats.layers} <= set(range(1, 20))
+        assert cuda_graph == (stats.graphs.replayed > 30)
+        outs.append([layer.dense_steps for layer in stats.layers])
+    assert torch.equal(outs[0], outs[2])
+    assert outs[1] == outs[3]
+
+
+@pytest.mark.parametrize(
+    "spec", ["snapkv:top_k=9,window=8", "streaming:window=9+twilight:p=0.3", "duo:heads=[0],recent=8"]
+)
+def test_a_bound_without_effect_is_said(spec):
+    say_once.cache_clear()
+    model = tiny_model("llama")
+    with pytest.warns(UserWarning, match="dense_below=4096 has no effect, because this method never decodes densely"):
+        foveate.attach(model, spec, dense_below=4096)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method, below in ((spec, "auto"), (spec, 0), ("dense", 4096), ("quest", 4096)):
+            foveate.attach(model, method, dense_below=below)
 
 
 def test_dense_steps_read_all_of_the_attention_to_pages():

@@ -7,7 +7,7 @@ import pytest
 
 import foveate
 from foveate import methods
-from foveate.methods._settings import MOST, MOST_KEPT
+from foveate.methods._settings import MOST, MOST_KEPT, spelled_value
 from tests.helpers import LargestTensor, generate, tiny_model, tokens
 
 
@@ -21,7 +21,8 @@ from tests.helpers import LargestTensor, generate, tiny_model, tokens
         ("kascade", {"pooling": "pre_softmax"}, "pooling must be one of post_softmax, sqrt, not 'pre_softmax'"),
         ("kascade", {"heads": [0, 1]}, "heads must be lists of KV heads by layer"),
         ("kascade", {"heads": {"1": [True, False]}}, "heads must be lists of KV heads by layer"),
-        ("kascade", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers that read .* not of layer 2"),
+        ("kascade_paper", {"anchors": [0, 2], "heads": {"2": [0, 1]}}, "heads must be of layers .* not of layer 2"),
+        ("kascade", {"anchors": [0, 2], "heads": {"1": [0, 1]}}, "heads must be left out with pool=layer, under which"),
         ("kascade", {"anchors": [[0]]}, "anchors must be rising layer numbers"),
         ("omnikv", {"filters": [0, "a"]}, "filters must be rising layer numbers"),
         ("kascade", {"dense_anchor_prefill": 1}, "dense_anchor_prefill must be true or false"),
@@ -110,3 +111,10 @@ def test_the_largest_settings_take_the_memory_of_their_windows_alone(name):
 def test_an_object_that_names_no_method_is_refused(written):
     with pytest.raises(ValueError, match="has its name as 'method'"):
         methods.make("per_layer", layers={"rest": written})
+
+
+@pytest.mark.parametrize("word", ["true", "null", "None", "True", "NaN", "Infinity", "-1", "word", "a b", '"', "["])
+def test_a_text_is_read_as_it_was_written(word):
+    """Also a word that JSON or Python reads as something else, such as the name of a file."""
+    written = f"x={spelled_value(word)},y=1"
+    assert methods.spec._split(written, written) == {"x": word, "y": 1}

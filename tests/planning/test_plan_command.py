@@ -234,6 +234,25 @@ def test_methods_that_no_estimate_knows_say_so(eight_billion):
     assert found["vLLM"].startswith("no, snapkv evicts tokens")
 
 
+def test_a_method_that_is_never_faster_says_so_whatever_the_number_of_sequences(eight_billion):
+    for sequences in (1, 8):
+        found = lines(eight_billion, "--method", "twilight", sequences=sequences)
+        assert found["acts"] == "no, it is not faster on a GPU at any length; dense_below=0 makes it sparse"
+        why = "because the method is not faster on a GPU at any length"
+        assert found["Transformers"] == f"stay with dense attention, {why}"
+
+
+@pytest.mark.parametrize(("method", "name"), [("snapkv:top_k=0.25", "snapkv"), ("snapkv+quest", "snapkv+quest")])
+def test_what_a_method_evicts_is_not_taken_off_and_the_plan_says_so(method, name, eight_billion):
+    found = lines(eight_billion, "--method", method, gpu="h100", context=131072)
+    assert found["keys and values"].endswith(f"and room to grow; what {name} evicts is not taken off)")
+    assert f"or {name} itself, if the tokens that it keeps fit" in found["instead"]
+    assert "a method that evicts" not in found["instead"]
+    other = lines(eight_billion, gpu="h100", context=131072)
+    assert "evicts" not in other["keys and values"]
+    assert other["instead"].endswith("or a method that evicts (docs/guide/choose.md)")
+
+
 def test_other_gpus_are_estimated_by_their_data_sheets(eight_billion):
     found = lines(eight_billion, gpu="h100")
     assert "scaled to the H100 SXM by the bandwidth" in found["estimates"]

@@ -74,8 +74,10 @@ def attach(
         dense_below: number of tokens of all sequences together, each counted with the longest sequence's length, below
             which decode steps read all keys. "auto": on a GPU the number from which the method is faster
             (:attr:`Method.sparse_from_tokens`); contexts of fewer than 4,096 tokens are dense, too, because a share of
-            them is too few keys. Elsewhere "auto" is 0, which means never. Methods that evict never decode densely.
-            :func:`stats` counts the dense steps. Set 0 to compare methods.
+            them is too few keys. Elsewhere "auto" is 0, which means never. Methods that evict, and ``duo``, never
+            decode densely; a warning says where a number has no effect. A composition whose first method evicts when a
+            prompt ends, such as ``snapkv+quest``, reads all kept tokens while these are fewer than a given number;
+            "auto" is 0 for it. :func:`stats` counts the dense steps. Set 0 to compare methods.
         offload: keep keys and values in host memory, and on the GPU only summaries and the pages chosen last. The
             tokens are the same (``pages``, ``luka``, ``kascade_pages``); :func:`stats` counts what is fetched.
         gpu_budget: GPU memory that a cache may take with ``offload``: ``"8GB"`` or a number of bytes for the whole
@@ -172,6 +174,8 @@ def attach(
         say_once(f"{attachment.chosen}; {short}")
     elif dense_below == "auto" and short.startswith("dense"):
         say_once(f"{chosen.name}: {short}")
+    if dense_below not in ("auto", 0) and not short and any(one.name != "dense" for one in layers):
+        say_once(f"{chosen.spec}: dense_below={dense_below} has no effect, because this method never decodes densely")
     return attachment
 
 

@@ -30,7 +30,7 @@ class NativeModel:
 def applied(model: nn.Module, method: Any, dense_below: int | str = 0) -> AbstractContextManager[Any]:
     """The model under a method for the length of a ``with`` block; unchanged under :class:`NativeModel`.
 
-    `dense_below`: see :func:`foveate.attach`. Methods that evict have no such bound.
+    `dense_below`: see :func:`foveate.attach`. Methods that evict have no such bound, except some compositions.
     """
     if isinstance(method, NativeModel):
         return nullcontext()

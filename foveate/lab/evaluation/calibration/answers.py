@@ -116,8 +116,12 @@ class Answers:
         def losses(turn: int, tried: list[list[int]]) -> Tensor:
             method = self._plan.in_use
             methods = [
-                dataclasses.replace(method, anchors=[layers[one] for one in anchors], heads=named(other, layers))
-                for anchors, other in ((anchors, choice.at(anchors)) for anchors in tried)
+                dataclasses.replace(
+                    method,
+                    anchors=[layers[one] for one in anchors],
+                    heads=None if method.pools_layer else named(choice.at(anchors), layers),
+                )
+                for anchors in tried
             ]
             summed = torch.zeros(len(tried))
             for index, batch in enumerate(self._batches):

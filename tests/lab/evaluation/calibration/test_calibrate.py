@@ -551,7 +551,7 @@ class TestBadPlans:
                     {"by": "divergence", "method": Kascade(**chosen)},
                     "method must leave out anchors, heads and calibration",
                 )
-                for chosen in ({"anchors": 3}, {"anchors": [0, 2], "heads": {"1": [0, 0]}})
+                for chosen in ({"anchors": 3}, {"anchors": [0, 2], "heads": {"1": [0, 0]}, "pool": "kv_head"})
             ),
             (
                 {"by": "divergence", "task": tasks.parse("perplexity", length=100)},
@@ -711,7 +711,8 @@ class TestTogether:
         def noting(model, answered, methods, step):
             found = together(model, answered, methods, step)
             for method, one in zip(methods, found, strict=True):
-                assert sorted(method.heads) == sorted({"0", "1", "2", "3"} - {str(layer) for layer in method.anchors})
+                readers = sorted({"0", "1", "2", "3"} - {str(layer) for layer in method.anchors})
+                assert sorted(method.heads or {}) == ([] if method.pools_layer else readers)
                 share = len(answered.trace.tokens) / 4
                 lost.setdefault(tuple(method.anchors), {})[share] = one * share
             return found
