@@ -119,7 +119,7 @@ class TestAttach:
             assert foveate.attach(tiny_model(seed=seed), "kascade:top_k=9").method.spec == EVEN
 
     @pytest.mark.parametrize(
-        "settings", [{"anchors": 2}, {"anchors": 1}, {"anchors": [0, 2]}, {"heads": {"1": [0, 0]}}]
+        "settings", [{"anchors": 2}, {"anchors": 1}, {"anchors": [0, 2]}, {"heads": {"1": [0, 0]}, "pool": "kv_head"}]
     )
     def test_keeps_what_was_given(self, folder, settings):
         assert "shipped" not in attached_spec(tiny_model(), **settings)
