@@ -163,8 +163,8 @@ def _attend(
     if choice.pages is not None:
         kv = cache.view(plan["counts"])
         return ops.attend_pages(q, kv, choice.pages, choice.page_size, counts=choice.counts, **how)
-    how |= {"heads": choice.heads, "counts": choice.read if choice.packed and not plan.alike else None}
-    how["need_mass"] = choice.need_mass
+    counts = choice.read.expand(-1, cache.geometry.num_kv_heads) if choice.packed else None
+    how |= {"heads": choice.heads, "counts": counts, "need_mass": choice.need_mass}
     attended = ops.attend_indices(q, cache.view(), choice.keys, **how)
     if choice.rest is None:
         return attended
