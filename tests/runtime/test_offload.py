@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from matrix import GEOMETRY, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, deal, each, each_in_turn, padded
 
 from foveate import methods
+from foveate.methods._facts import Fetches
+from foveate.ops import Choice
 from foveate.runtime import offload, replay
 from foveate.runtime.offload import LayerShape, Offload
 from foveate.state import Geometry, host_memory
@@ -86,6 +89,22 @@ def test_host_memory_gives_the_same_to_the_last_bit(method, budget):
     counted = [driver.layer.counters for driver in both]
     assert counted[0].keys_read == counted[1].keys_read
     assert 0 < counted[1]["pages_fetched"] < counted[1]["pages_asked"]
+
+
+def test_pages_behind_the_number_that_is_read_are_neither_fetched_nor_read():
+    @dataclass(frozen=True)
+    class FirstPages(methods.Method):
+        needs_prompt_end = True
+        fetches = Fetches(4, lambda length: 5)
+
+        def choose(self, cache, q, scaling):
+            pages = torch.arange(5, dtype=torch.int32).expand(cache.batch_size, 2, -1)
+            return Choice(pages=pages, page_size=4, counts=torch.tensor([2, 3]), read=torch.tensor([[8], [12]]))
+
+    tokens, both = Tokens.random(2, PROMPT + 1), drivers(FirstPages())
+    outs = [(driver.feed(tokens[:PROMPT]), driver.feed(tokens[PROMPT:])) for driver in both]
+    torch.testing.assert_close(*outs)
+    assert both[1].layer.counters["pages_asked"] == both[1].layer.counters["pages_fetched"] == 5
 
 
 @each(deal(0, variants=FETCHING))
