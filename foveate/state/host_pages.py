@@ -193,7 +193,16 @@ class HostPages(FetchingStore):
 
     def fetch(self, chosen: Tensor, page_size: int, used: int, lengths: Tensor | None, again: bool) -> Fetched:
         """See :meth:`FetchingStore.fetch`. Brings the pages of the chosen slots to the device, and returns all pages on
-        the device as blocks ``[N, 1, n, D(v)]``."""
+        the device as blocks ``[N, 1, n, D(v)]``.
+
+        Raises:
+            ValueError: for pages of another size than the store's.
+        """
+        if page_size not in (0, self.page_size):
+            raise ValueError(
+                f"pages of {page_size} keys are chosen, but the method's fetches.page_size is {self.page_size}: choose "
+                "pages of that size"
+            )
         if not again:
             pages = chosen
             if not page_size:

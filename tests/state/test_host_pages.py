@@ -88,3 +88,10 @@ def test_slots_are_read_where_they_are(lengths, monkeypatch):
         check()
     followed.step()
     check()
+
+
+def test_pages_of_another_size_are_refused():
+    followed = Followed([9, 9], page_size=4)
+    followed.step()
+    with pytest.raises(ValueError, match=r"pages of 2 keys are chosen, but .*fetches.page_size is 4"):
+        followed.store.fetch(torch.zeros(2, 2, 1, dtype=torch.int32), 2)
