@@ -115,6 +115,11 @@ class CacheLayer(Layer, CacheLayerMixin):
         if target < 0:
             raise ValueError(f"crop({-count}) of a cache of {self.seen} tokens")
         if not self.method.stateful:
+            if target < (self.phase.prompt_end or 0) and self.store.rows["counts"] != self.store.lengths:
+                raise ValueError(
+                    f"crop({-count}): the {self.method.name} method has evicted tokens of the prompt, which ends at "
+                    f"token {self.phase.prompt_end}; remove decoded tokens alone"
+                )
             padded = not self.store.plan.alike or self.store.lengths[0] != self.seen
             if target < (self.phase.prompt_end or 0) and padded:
                 raise ValueError("a padded prompt cannot be cropped: its last columns are not tokens of every row")
