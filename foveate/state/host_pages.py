@@ -134,8 +134,8 @@ class HostPages(FetchingStore):
         keys, values = transfers.open(whole, end)
         keys[row : row + len(k), :, first:end], values[row : row + len(k), :, first:end] = k, v
         transfers.write(whole, row, first, k, v)
-        whole.used = max(whole.used, end)
-        transfers.fetch_ahead(self.order)
+        held, whole.used = whole.used, max(whole.used, end)
+        transfers.fetch_ahead(self.order, held)
 
     def fill(self, k: Tensor, v: Tensor) -> None:
         self.host.write(0, 0, k, v)
