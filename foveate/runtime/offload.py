@@ -158,6 +158,10 @@ class Offload:
         self.rows, self.slots = rows, slots
         self.transfers.room = slots
 
+    def forget(self) -> None:
+        """Forget what was announced: the cache is empty again."""
+        self.rows, self.slots, self.transfers.room = 0, 0, 0
+
     def check_host(self, named: str, needed: int, in_host: int = 0) -> None:
         """Refuse keys and values for which too little host memory is free.
 

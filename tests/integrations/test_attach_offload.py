@@ -233,6 +233,21 @@ def test_what_is_held_is_counted_after_a_reset_and_in_a_copy():
     assert again.phase.held.bytes == held_in(again)
 
 
+def test_after_a_reset_memory_is_that_of_the_new_tokens():
+    """Not that of the longer context and the more rows which the cache had before."""
+    model, held = tiny_model(), []
+    foveate.attach(model, SPECS["pages"], offload=True)
+    cache, fresh = foveate.Cache(model), foveate.Cache(model)
+    model(repetitive(400).repeat(2, 1), **cached(cache))
+    cache.reset()
+    for one in (cache, fresh):
+        model(repetitive(30), **cached(one))
+        buffers = one.phase.held.bytes
+        model(repetitive(30)[:, :1], **cached(one))
+        held.append((buffers, one.phase.held.bytes, one.host_bytes))
+    assert held[0] == held[1]
+
+
 def test_copies_and_more_rows_and_files_that_do_not_fit_are_refused(monkeypatch, tmp_path):
     model, path = tiny_model(), tmp_path / "cache.safetensors"
     foveate.attach(model, SPECS["pages"], offload=True)

@@ -338,6 +338,7 @@ class Cache(transformers.Cache):
         self.phase.forward.clear()
         if self.phase.offload is not None:
             self.phase.offload.transfers.close(self.phase.held)
+            self.phase.offload.forget()
         self.phase.held = BytesInUse()
         self.steps, self.ids, self.offsets = None, TokenIds(), None
 
