@@ -298,7 +298,8 @@ class HostPages(FetchingStore):
 
     def _grow(self, capacity: int) -> None:
         """Have entries for the pages of a larger capacity; hot pages stay, unless the number changes that may be."""
-        slots, entries, hot = self.room.hot_pages(self, capacity), -(-capacity // self.page_size), self._decoding.hot
+        slots, hot = self.room.hot_pages(self, capacity), self._decoding.hot
+        entries = max(-(-capacity // self.page_size), hot.table.shape[1])  # more after a growth that failed elsewhere
         if slots != hot.holds.shape[1]:
             self.stop_decoding()
             return

@@ -1,6 +1,7 @@
 """What a cache in host memory has on the device in decode steps is what was written, whatever came before."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -117,6 +118,22 @@ def test_a_later_turn_reads_the_slots_in_use_of_each_layer(lengths, monkeypatch)
                 after = layers[index + 1 : index + 2]
                 assert [other.store.store.used for other in after] == [used] * len(after)
     assert read == [used] * 3
+
+
+def test_growth_that_fails_elsewhere_may_be_followed_by_less(monkeypatch):
+    """In decode steps whose number of hot pages stays what it is."""
+    room = Room()
+    monkeypatch.setattr(room, "hot_pages", lambda store, capacity: 40)
+    followed = Followed([9, 9], 4, room=room)
+    followed.step()
+    with monkeypatch.context() as stop:
+        stop.setattr("foveate.state.channels.grow", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            followed.store.reserve(1000)
+    capacity = followed.store.capacity
+    while followed.store.capacity == capacity:
+        followed.step()
+    followed.check()
 
 
 def test_pages_of_another_size_are_refused():
