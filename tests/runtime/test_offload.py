@@ -2,8 +2,10 @@
 
 import copy
 import itertools
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from foveate import methods
 from foveate.methods._facts import Fetches
 from foveate.ops import Choice
 from foveate.runtime import offload, replay
-from foveate.runtime.offload import LayerShape, Offload
+from foveate.runtime.offload import DoesNotFitError, LayerShape, Offload
 from foveate.state import Geometry, host_memory
 from foveate.state.packing import contents
 from foveate.state.store import capacity_for
@@ -209,6 +211,32 @@ def test_replays_equal_ordinary_steps(method, lengths):
         getattr(driver.layer.counters, name) for name in same_counts
     ]
     assert float(plain.layer.counters.keys_read) == pytest.approx(float(driver.layer.counters.keys_read))
+
+
+SIZES = {16: 64, 4: 100, 8: 0.314}
+"""Of pages, and the ``top_k`` with each."""
+
+
+def with_pages_of(sizes, budget):
+    made = [methods.make("pages", page_size=size, top_k=SIZES[size]) for size in sizes]
+    layers = {number: LayerShape(method, GEOMETRY, torch.float32) for number, method in enumerate(made)}
+    return Offload(budget, layers, torch.device("cpu"))
+
+
+def test_layers_with_pages_of_other_sizes_need_other_numbers_of_them():
+    shared = with_pages_of((16, 4), 0.6)
+    shared.reserve_memory(1, 200)
+    stores = [SimpleNamespace(page_size=size, batch_size=1) for size in (16, 4)]
+    assert [shared.hot_pages(store, 320) for store in stores] == [12, 48]
+
+
+@pytest.mark.parametrize("sizes", [(16, 4), (4, 16), (8,)])
+@pytest.mark.parametrize("tokens", [100, 200, 450, 8000])
+def test_the_share_that_is_asked_for_suffices(sizes, tokens):
+    with pytest.raises(DoesNotFitError) as refused:
+        with_pages_of(sizes, 0.01).reserve_memory(1, tokens)
+    share = float(re.search(r"a share of at least ([\d.]+),", str(refused.value))[1])
+    with_pages_of(sizes, share).reserve_memory(1, tokens)
 
 
 def tokens_that_fit(spec, free, offloaded):
