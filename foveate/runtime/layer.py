@@ -115,6 +115,8 @@ class Layer:
         n = k.shape[2]
         if self.store is not None and k.shape[0] != self.store.batch_size:
             raise ValueError(f"the cache holds {self.store.batch_size} sequences, but the batch has {k.shape[0]}")
+        if mask is not None and len(mask) != len(k):
+            raise ValueError(f"attention_mask has {len(mask)} rows, but the batch has {len(k)}")
         guessed = self.phase.prompt_end is None
         prompt_end = self.seen if guessed else self.phase.prompt_end
         prompt = min(max(prompt_end - first, 0), n)

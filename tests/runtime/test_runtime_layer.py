@@ -107,6 +107,15 @@ def test_places_behind_a_packed_choice_are_not_read(read, padding):
     torch.testing.assert_close(*outs)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mask_of_other_rows_is_refused(rows):
+    layer, mask = layer_of("dense"), torch.ones(rows, PROMPT)
+    mask[:, :3] = 0
+    with pytest.raises(ValueError, match=f"attention_mask has {rows} rows, but the batch has 2"):
+        feed(layer, drawn(), 0, PROMPT, mask)
+    assert layer.seen == 0
+
+
 def test_padding_is_that_of_each_mask():
     phase, mask = Phase(), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     other = mask.flip(0)
