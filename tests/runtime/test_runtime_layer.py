@@ -73,7 +73,7 @@ def test_an_assistant_may_take_back_one_token_more(assistant):
     for at in range(PROMPT, PROMPT + 4):
         feed(layer, tokens, at, at + 1)
     layer.remove_last(2)
-    assert sorted(layer.store.snapshots) == [PROMPT + 1] * assistant + [PROMPT + 2]
+    assert sorted(layer.cache.snapshots) == [PROMPT + 1] * assistant + [PROMPT + 2]
     if assistant:
         layer.remove_last(1)
     for at in range(PROMPT, layer.seen):
