@@ -287,7 +287,7 @@ class Driver:
 
     @property
     def store(self):
-        return self.layer.store
+        return self.layer.cache
 
 
 def dense(tokens, softcap=None):

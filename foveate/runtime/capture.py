@@ -54,31 +54,31 @@ def maintenance(groups: Sequence[DeviceRows]) -> Iterator[None]:
             rows.resume()
 
 
-def device_rows(store: SlotCache) -> DeviceRows:
+def device_rows(cache: SlotCache) -> DeviceRows:
     """Allocate row numbers on the device for a cache; :func:`write_rows` fills them."""
-    return DeviceRows(store.batch_size, store.evicts.in_decode, store.device, store.own_numbers)
+    return DeviceRows(cache.batch_size, cache.evicts.in_decode, cache.device, cache.own_numbers)
 
 
-def freed_slots(store: SlotCache) -> Tensor | None:
+def freed_slots(cache: SlotCache) -> Tensor | None:
     """Allocate int64 ``[B, Hkv]``, -1, for the slots that a step evicts; None if steps never evict."""
-    if not store.evicts.in_decode:
+    if not cache.evicts.in_decode:
         return None
     with torch.inference_mode(False):
-        return torch.full((store.batch_size, store.geometry.num_kv_heads), -1, device=store.device)
+        return torch.full((cache.batch_size, cache.geometry.num_kv_heads), -1, device=cache.device)
 
 
-def write_rows(rows: DeviceRows, store: SlotCache) -> None:
+def write_rows(rows: DeviceRows, cache: SlotCache) -> None:
     """Copy a cache's row numbers to the device."""
-    rows.write(store.rows, None if store.freed is None else store.freed.rows)
+    rows.write(cache.rows, None if cache.freed is None else cache.freed.rows)
 
 
-def move_to_device(stores: Sequence[SlotCache]) -> DeviceRows:
+def move_to_device(caches: Sequence[SlotCache]) -> DeviceRows:
     """Move the row numbers of caches whose rows have the same numbers to the device, where steps advance them.
 
     Borrowed keys and values of a method that evicts in decode are copied first, since its steps overwrite slots.
     """
-    rows = device_rows(stores[0])
-    write_rows(rows, stores[0])
-    for store in stores:
-        store.move_to_device(rows, freed_slots(store))
+    rows = device_rows(caches[0])
+    write_rows(rows, caches[0])
+    for cache in caches:
+        cache.move_to_device(rows, freed_slots(cache))
     return rows

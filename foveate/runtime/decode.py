@@ -163,8 +163,8 @@ def _attend(
     if choice.pages is not None:
         kv = cache.view(plan["counts"])
         return ops.attend_pages(q, kv, choice.pages, choice.page_size, counts=choice.counts, **how)
-    how |= {"heads": choice.heads, "counts": choice.read if choice.packed and not plan.alike else None}
-    how["need_mass"] = choice.need_mass
+    counts = choice.read.expand(-1, cache.geometry.num_kv_heads) if choice.packed else None
+    how |= {"heads": choice.heads, "counts": counts, "need_mass": choice.need_mass}
     attended = ops.attend_indices(q, cache.view(), choice.keys, **how)
     if choice.rest is None:
         return attended
@@ -194,7 +194,12 @@ def _attend_fetched(method: Method, cache: SlotCache, q: Tensor, choice: Choice,
         kv = KV(*cache.fetch_slots(slots), lengths=cache.stored()[1])
         return ops.attend(q, kv, logits=logits, need_mass=choice.need_mass)
     if choice.pages is not None:
-        return _attend_rows(cache, q, choice.pages.expand(-1, heads, -1), scaling, choice.fetched, choice.page_size)
+        pages, counts = choice.pages.expand(-1, heads, -1), choice.counts
+        if counts is not None:  # what is in the places behind would be fetched
+            number = pages.shape[2]
+            unused = cache.plan.cached(("unused places", counts, number), lambda: ~ops.first_keys(counts, number))
+            pages = pages.masked_fill(unused, -1)
+        return _attend_rows(cache, q, pages, scaling, choice.fetched, choice.page_size)
     chosen = choice.keys if choice.heads is None else choice.keys[:, choice.heads]
     chosen = chosen.masked_fill(~ops.first_keys(choice.read, chosen.shape[2]), -1) if choice.packed else chosen
     return _attend_rows(cache, q, chosen, scaling, choice.fetched)

@@ -98,7 +98,7 @@ def obstacle(method: Method) -> str:
     return ""
 
 
-def verified(method: Method, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+def verified(method: Method, cache: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     """Count one token more in every row, write the last n tokens over their drafts, and attend densely for them.
 
     Args:
@@ -109,15 +109,15 @@ def verified(method: Method, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, 
         ``[B, Hq, n, Dv]``.
     """
     kind, number = type(method), q.shape[2]
-    store.write_verified(k, v)
+    cache.write_verified(k, v)
     if kind.note_newest is not Method.note_newest:
         for n in range(number):
-            with store.as_of(number - 1 - n):
-                method.note_newest(store, q[:, :, n : n + 1])
-    store.count_read()
-    attended = ops.attend_newest(q, store.view(store.stored()[1]), logits=store.logits(scaling))
+            with cache.as_of(number - 1 - n):
+                method.note_newest(cache, q[:, :, n : n + 1])
+    cache.count_read()
+    attended = ops.attend_newest(q, cache.view(cache.stored()[1]), logits=cache.logits(scaling))
     if kind.learn is not Method.learn:
-        method.learn(store, ALL, attended)
+        method.learn(cache, ALL, attended)
     return attended.out
 
 

@@ -42,7 +42,7 @@ class Layer:
     def __init__(self, method: Method, counters: Counters, phase: Phase, dense_below: int | str = 0):
         self.method, self.phase, self.dense_below = method, phase, dense_below
         self.counters = counters.declare(method.counters)
-        self.store: SlotCache | None = None
+        self.cache: SlotCache | None = None
         """Keys, values and method state; None before the first token."""
         self.before = 0
         """Slots of each row before the last forward pass over a prompt."""
@@ -113,8 +113,10 @@ class Layer:
     def _split(self, k: Tensor, mask: Tensor | None, first: int) -> tuple[int, list[Tensor] | None]:
         """How many of the new columns are prompt, and their real tokens as :meth:`Phase.rows` returns them."""
         n = k.shape[2]
-        if self.store is not None and k.shape[0] != self.store.batch_size:
-            raise ValueError(f"the cache holds {self.store.batch_size} sequences, but the batch has {k.shape[0]}")
+        if self.cache is not None and k.shape[0] != self.cache.batch_size:
+            raise ValueError(f"the cache holds {self.cache.batch_size} sequences, but the batch has {k.shape[0]}")
+        if mask is not None and len(mask) != len(k):
+            raise ValueError(f"attention_mask has {len(mask)} rows, but the batch has {len(k)}")
         guessed = self.phase.prompt_end is None
         prompt_end = self.seen if guessed else self.phase.prompt_end
         prompt = min(max(prompt_end - first, 0), n)
@@ -140,13 +142,13 @@ class Layer:
     ) -> Tensor:
         if self.method.needs_rotary and self.rotary is None:
             raise ValueError(f"{self.method.name} needs the layer's rotary positions, which the engine does not give")
-        if self.store is None:
+        if self.cache is None:
             geometry = Geometry(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
-            self.store = self.new_store(geometry, len(k), k.dtype, k.device, self.counters)
-            self.store.record_past, self.store.forward = self.record_past, self.phase.forward
-            self.store.count_in(self.phase.held)
-        self.store.sink_logits = None if logits.sinks is None else logits.sinks.detach()
-        self.store.softcap, self.store.rotary = logits.softcap, self.rotary
+            self.cache = self.new_cache(geometry, len(k), k.dtype, k.device, self.counters)
+            self.cache.record_past, self.cache.forward = self.record_past, self.phase.forward
+            self.cache.count_in(self.phase.held)
+        self.cache.sink_logits = None if logits.sinks is None else logits.sinks.detach()
+        self.cache.softcap, self.cache.rotary = logits.softcap, self.rotary
         self.finite = None
         if not prompt:
             return self._decode(q, k, v, first, logits.scaling)
@@ -157,10 +159,10 @@ class Layer:
         decoded = self._decode(*(x[:, :, prompt:] for x in (q, k, v)), first + prompt, logits.scaling)
         return torch.cat([out, decoded], 2)
 
-    def new_store(
+    def new_cache(
         self, geometry: Geometry, rows: int, dtype: torch.dtype, device: torch.device, counters: Counters | None = None
     ) -> SlotCache:
-        """An empty store of the layer's keys, values and state; see :class:`SlotCache` for the arguments."""
+        """An empty cache of the layer's keys, values and state; see :class:`SlotCache` for the arguments."""
         channels, fetches = self.method.channels(geometry), self.method.fetches
         returned.check_channels(self.method, channels)
         how = {"store": self.phase.store_for(self.method), "page_size": None if fetches is None else fetches.page_size}
@@ -171,19 +173,19 @@ class Layer:
     def _prompt(
         self, q: Tensor, k: Tensor, v: Tensor, columns: list[Tensor] | None, first: int, scaling: float
     ) -> Tensor:
-        store, n = self.store, k.shape[2]
+        cache, n = self.cache, k.shape[2]
         self.counters.prompt_tokens += n * k.shape[0] if columns is None else sum(map(len, columns))
         self.counters.sequences += 0 if first else k.shape[0]
-        shape = store.geometry
+        shape = cache.geometry
         dims = (shape.head_dim, shape.value_dim, shape.group)
-        self.counters.prompt_heads = PromptHeads(q.device, q.dtype, *dims, store.softcap)
-        store.compact()
-        self.before = store.capacity
+        self.counters.prompt_heads = PromptHeads(q.device, q.dtype, *dims, cache.softcap)
+        cache.compact()
+        self.before = cache.capacity
         ends = first + n == self.phase.prompt_end
         out = self._prompt_parts(q, k, v, columns, scaling, ends)
         if ends or not self.method.needs_prompt_end:
-            finish_prompt(self.method, store, scaling)
-            store.save(first + n, prompt_ended=True)
+            finish_prompt(self.method, cache, scaling)
+            cache.save(first + n, prompt_ended=True)
         return out
 
     def _prompt_parts(
@@ -193,26 +195,26 @@ class Layer:
 
         Rows of equal length run as one batch, others one by one.
         """
-        store, n, out = self.store, k.shape[2], None
-        left = [range(n)] * store.batch_size if columns is None else columns
+        cache, n, out = self.cache, k.shape[2], None
+        left = [range(n)] * cache.batch_size if columns is None else columns
         if not any(map(len, left)):  # all is padding
-            store.reserve(max(1, store.used))
+            cache.reserve(max(1, cache.used))
         while any(map(len, left)):
-            takes = [self._until_eviction(*each) for each in zip(store.rows["observed"], map(len, left))]
-            store.reserve(store.used + max(takes))
+            takes = [self._until_eviction(*each) for each in zip(cache.rows["observed"], map(len, left))]
+            cache.reserve(cache.used + max(takes))
             parts = [real[:take] for real, take in zip(left, takes)]
             left = [real[take:] for real, take in zip(left, takes)]
-            alike = columns is None and store.plan.alike and len(set(takes)) == 1
+            alike = columns is None and cache.plan.alike and len(set(takes)) == 1
             if alike and takes[0] == n:
-                out = self._prompt_rows(store, q, k, v, scaling)
+                out = self._prompt_rows(cache, q, k, v, scaling)
             else:
                 out = q.new_zeros(*q.shape[:3], v.shape[3]) if out is None else out
                 places = [slice(real.start, real.stop) if isinstance(real, range) else real for real in parts]
                 if alike:
-                    out[:, :, places[0]] = self._prompt_rows(store, *(x[:, :, places[0]] for x in (q, k, v)), scaling)
+                    out[:, :, places[0]] = self._prompt_rows(cache, *(x[:, :, places[0]] for x in (q, k, v)), scaling)
                 for b in [b for b, take in enumerate(takes) if take and not alike]:
                     at = places[b]
-                    with store.row(b) as row:
+                    with cache.row(b) as row:
                         out[b, :, at] = self._prompt_rows(row, *(x[b : b + 1, :, at] for x in (q, k, v)), scaling)[0]
             self._evict_in_prompt([b for b, take in enumerate(takes) if take and (len(left[b]) or not ends)], scaling)
         return q.new_zeros(*q.shape[:3], v.shape[3]) if out is None else out  # a chunk may be all padding
@@ -224,19 +226,19 @@ class Layer:
 
     def _evict_in_prompt(self, rows: Iterable[int], scaling: float) -> None:
         """Evict from the rows whose prompt goes on and that have read a multiple of ``prompt_evicts_every`` tokens."""
-        every, observed = self.method.prompt_evicts_every, self.store.rows["observed"]
+        every, observed = self.method.prompt_evicts_every, self.cache.rows["observed"]
         due = [b for b in rows if observed[b] % every == 0] if every else []
         if due:
-            evict_prompt(self.method, self.store, scaling, due)
+            evict_prompt(self.method, self.cache, scaling, due)
 
-    def _prompt_rows(self, store: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def _prompt_rows(self, cache: SlotCache, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Run the prompt hooks on unpadded rows of one length: store tokens, ``Method.prompt``, ``Method.observe``."""
-        store.append(k, v)
-        attended = self.method.prompt(store, q, scaling)
+        cache.append(k, v)
+        attended = self.method.prompt(cache, q, scaling)
         returned.check_attended(self.method, "prompt", attended, q, v.shape[3])
         self.first_step = True
-        self.method.observe(store, q, attended, scaling)
-        store.rows["observed"] = [number + k.shape[2] for number in store.rows["observed"]]
+        self.method.observe(cache, q, attended, scaling)
+        cache.rows["observed"] = [number + k.shape[2] for number in cache.rows["observed"]]
         return attended.out
 
     def continue_from(self, read: Layer) -> tuple[int, int]:
@@ -245,80 +247,80 @@ class Layer:
         Returns:
             The bytes that this layer would have held before and after the last pass over the prompt, before it evicts.
         """
-        store = read.store
-        channels, filled = self.method.channels(store.geometry), read.method.filled(self.method, store.geometry)
-        self.store = branch_of(store, channels, self.method.evicts, self.counters, filled)
-        self.store.rows["observed"], self.store.forward = list(store.lengths), self.phase.forward
-        self.store.count_in(self.phase.held)
-        whole = self.store.resident_bytes
+        cache = read.cache
+        channels, filled = self.method.channels(cache.geometry), read.method.filled(self.method, cache.geometry)
+        self.cache = branch_of(cache, channels, self.method.evicts, self.counters, filled)
+        self.cache.rows["observed"], self.cache.forward = list(cache.lengths), self.phase.forward
+        self.cache.count_in(self.phase.held)
+        whole = self.cache.resident_bytes
         self.seen = read.seen
-        self.counters.prompt_tokens += sum(store.lengths)
-        self.counters.sequences += store.batch_size
+        self.counters.prompt_tokens += sum(cache.lengths)
+        self.counters.sequences += cache.batch_size
         self.counters.prompt_heads = read.counters.prompt_heads
-        finish_prompt(self.method, self.store, read.scaling)
+        finish_prompt(self.method, self.cache, read.scaling)
         self.first_step = True
-        return whole * read.before // read.store.capacity, whole
+        return whole * read.before // read.cache.capacity, whole
 
     # Decode
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, first: int, scaling: float) -> Tensor:
-        store, n = self.store, k.shape[2]
+        cache, n = self.cache, k.shape[2]
         if self.phase.verifying:
             self.counters.dense_steps += self._is_dense(1)
-            return verified(self.method, store, q, k, v, scaling)
-        if n > 1 and isinstance(self.method, Dense) and store.plan.alike:
-            store.append(k, v)
+            return verified(self.method, cache, q, k, v, scaling)
+        if n > 1 and isinstance(self.method, Dense) and cache.plan.alike:
+            cache.append(k, v)
             for missing in range(n - 1, -1, -1):
-                store.count_read(store.used - missing, available=store.used - missing)
-            return self.method.prompt(store, q, scaling).out
+                cache.count_read(cache.used - missing, available=cache.used - missing)
+            return self.method.prompt(cache, q, scaling).out
         outs = []
         for i in range(n):
-            store.write_step(k[:, :, i : i + 1], v[:, :, i : i + 1])
+            cache.write_step(k[:, :, i : i + 1], v[:, :, i : i + 1])
             outs.append(self._step(q[:, :, i : i + 1], scaling))
             if self.method.stateful:
-                store.save(first + i + 1)
+                cache.save(first + i + 1)
         return torch.cat(outs, 2) if n > 1 else outs[0]
 
     def _step(self, q: Tensor, scaling: float) -> Tensor:
         """Attention of one token per row. What the first sparse step after a prompt chooses is checked."""
-        store = self.store
+        cache = self.cache
         dense = self._is_dense()
         self.counters.dense_steps += dense
-        check = self.first_step and not store.plan.captured and not dense
+        check = self.first_step and not cache.plan.captured and not dense
         self.first_step = self.first_step and not check
         draft = self.phase.draft
         if draft is not None:
             self.drafting = self.drafting if draft else Drafting()
         drafting = None if draft is None or self.method.role.reads_choice_of is not None else self.drafting
-        return decode(self.method, store, q, scaling, dense=dense, check=check, drafting=drafting)[0].out
+        return decode(self.method, cache, q, scaling, dense=dense, check=check, drafting=drafting)[0].out
 
     def _is_dense(self, new: int = 0) -> bool:
         """Whether the present step is dense, ``new`` of whose tokens are not stored yet."""
-        captured = self.store.plan.captured
-        return self.captured_dense if captured else self.decodes_densely(self.store.used + new)
+        captured = self.cache.plan.captured
+        return self.captured_dense if captured else self.decodes_densely(self.cache.used + new)
 
     def decodes_densely(self, held: int) -> bool:
         """Whether ``dense_below`` makes a decode step dense when the fullest row holds ``held`` tokens."""
-        store = self.store
-        return held < dense_until(self.method, self.dense_below, store.geometry, store.device, store.batch_size)
+        cache = self.cache
+        return held < dense_until(self.method, self.dense_below, cache.geometry, cache.device, cache.batch_size)
 
     # Undo
 
     def start_recording_past(self) -> None:
         """Keep what later tokens would overwrite and save a snapshot after each token, as :meth:`remove_last` needs."""
         self.record_past = True
-        if self.store is not None and not self.store.record_past:
-            self.store.compact()
-            self.store.record_past = True
-            self.store.save(self.seen)
+        if self.cache is not None and not self.cache.record_past:
+            self.cache.compact()
+            self.cache.record_past = True
+            self.cache.save(self.seen)
 
     def stop_recording_past(self) -> None:
         """Make all tokens so far final."""
         self.record_past = False
-        if self.store is not None and self.store.record_past:
-            self.store.record_past = False
-            self.store.snapshots = {}
-            self.store.compact()
+        if self.cache is not None and self.cache.record_past:
+            self.cache.record_past = False
+            self.cache.snapshots = {}
+            self.cache.compact()
 
     def remove_last(self, count: int) -> None:
         """Remove the last ``count`` columns.
@@ -326,28 +328,28 @@ class Layer:
         The caller has checked that they can be removed: a ``stateful`` method needs a snapshot taken before them. Older
         snapshots are dropped, so that the columns that remain are final.
         """
-        store, target = self.store, self.seen - count
-        if store is None:
+        cache, target = self.cache, self.seen - count
+        if cache is None:
             return
         self.seen = target
         if not self.method.stateful:
-            store.truncate(count)
-        elif target in store.snapshots:
-            store.restore(target)
+            cache.truncate(count)
+        elif target in cache.snapshots:
+            cache.restore(target)
             keep = target - 1 if self.phase.assistant else target
-            store.snapshots = {clock: saved for clock, saved in store.snapshots.items() if clock >= keep}
-            empty = store.rows["counts"][0] - store.rows["live"][0]
-            if empty > max(_EMPTY_SLOTS, store.rows["live"][0] // 4) and not self.phase.assistant:
-                store.compact()
-                store.save(target)
+            cache.snapshots = {clock: saved for clock, saved in cache.snapshots.items() if clock >= keep}
+            empty = cache.rows["counts"][0] - cache.rows["live"][0]
+            if empty > max(_EMPTY_SLOTS, cache.rows["live"][0] // 4) and not self.phase.assistant:
+                cache.compact()
+                cache.save(target)
 
     def take_back(self, tokens: Sequence[int]) -> None:
         """Remove the last ``tokens[b]`` decoded tokens of row b; the method keeps no state of tokens.
 
         Rows may then hold different numbers of decoded tokens. The row with the most tokens gives the columns.
         """
-        self.store.truncate(tokens)
-        self.count_columns(self.store.rows)
+        self.cache.truncate(tokens)
+        self.count_columns(self.cache.rows)
 
     def count_columns(self, rows: dict[str, list[int]]) -> None:
         """Note that rows hold different numbers of decoded tokens."""
@@ -355,12 +357,12 @@ class Layer:
 
     def forget(self) -> None:
         """Drop all tokens."""
-        self.store, self.seen, self.pending, self.drafting = None, 0, False, None
+        self.cache, self.seen, self.pending, self.drafting = None, 0, False, None
 
     def take_rows(self, index: Tensor) -> None:
         """Replace the batch by the rows ``index``, int64 ``[B']``, as beam search does."""
-        if self.store is not None:
-            self.store.take_rows(index.to(self.store.device))
+        if self.cache is not None:
+            self.cache.take_rows(index.to(self.cache.device))
 
 
 def read_once(
@@ -391,48 +393,48 @@ def _differentiates(*given: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
-def evict_prompt(method: Method, store: SlotCache, scaling: float, rows: Collection[int]) -> bool:
+def evict_prompt(method: Method, cache: SlotCache, scaling: float, rows: Collection[int]) -> bool:
     """Call ``Method.prompt_end`` for these rows, and evict the slots that it does not keep.
 
     Returns:
         Whether it was called for all rows at once, and not row by row, as if lengths differ.
     """
-    together = store.plan.alike and len(set(store.rows["observed"])) == 1 and len(rows) == store.batch_size
+    together = cache.plan.alike and len(set(cache.rows["observed"])) == 1 and len(rows) == cache.batch_size
     if together:
-        keep = _kept(method, store, scaling)
+        keep = _kept(method, cache, scaling)
     else:
         kept = []
-        for b in range(store.batch_size):
-            with store.row(b) as row:
+        for b in range(cache.batch_size):
+            with cache.row(b) as row:
                 kept.append(_kept(method, row, scaling) if row.used and b in rows else None)
-        everything = [torch.arange(count, device=store.device) for count in store.rows["counts"]]
+        everything = [torch.arange(count, device=cache.device) for count in cache.rows["counts"]]
         keep = [every if one is None else one for one, every in zip(kept, everything)]
         keep = keep if any(one is not None for one in kept) else None
     if keep is not None:
-        store.retain(keep, method.evicts.unevenly)
+        cache.retain(keep, method.evicts.unevenly)
     return together
 
 
-def finish_prompt(method: Method, store: SlotCache, scaling: float) -> None:
+def finish_prompt(method: Method, cache: SlotCache, scaling: float) -> None:
     """Evict what ``Method.prompt_end`` does not keep, and call ``Method.prompt_packed``.
 
     Both hooks are called row by row if lengths differ.
 
     Args:
-        store: the cache, which holds the prompt and nothing after it.
+        cache: the cache, which holds the prompt and nothing after it.
     """
-    if evict_prompt(method, store, scaling, range(store.batch_size)):
-        method.prompt_packed(store)
+    if evict_prompt(method, cache, scaling, range(cache.batch_size)):
+        method.prompt_packed(cache)
     else:
-        for b in range(store.batch_size):
-            with store.row(b) as row:
+        for b in range(cache.batch_size):
+            with cache.row(b) as row:
                 method.prompt_packed(row)
-    store.rows["prompt"], store.rows["observed"] = list(store.lengths), [0] * store.batch_size
+    cache.rows["prompt"], cache.rows["observed"] = list(cache.lengths), [0] * cache.batch_size
 
 
-def _kept(method: Method, store: SlotCache, scaling: float) -> Tensor | None:
-    keep = method.prompt_end(store, scaling)
-    return None if keep is None else returned.check_slots(method, keep, store)
+def _kept(method: Method, cache: SlotCache, scaling: float) -> Tensor | None:
+    keep = method.prompt_end(cache, scaling)
+    return None if keep is None else returned.check_slots(method, keep, cache)
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -158,6 +158,10 @@ class Offload:
         self.rows, self.slots = rows, slots
         self.transfers.room = slots
 
+    def forget(self) -> None:
+        """Forget what was announced: the cache is empty again."""
+        self.rows, self.slots, self.transfers.room = 0, 0, 0
+
     def check_host(self, named: str, needed: int, in_host: int = 0) -> None:
         """Refuse keys and values for which too little host memory is free.
 
@@ -178,8 +182,9 @@ class Offload:
 
     def hot_pages(self, store: HostPages, capacity: int) -> int:
         """See :class:`foveate.state.host_pages.HotPageBudget`."""
-        found = self._hot(store.page_size, store.batch_size, max(self.slots, capacity))
-        if found < max(one.least(capacity) for one in self.layers if one.offloaded):
+        found, size = self._hot(store.page_size, store.batch_size, max(self.slots, capacity)), store.page_size
+        alike = (one for one in self.layers if one.offloaded and one.method.fetches.page_size == size)
+        if found < max(one.least(capacity) for one in alike):
             raise DoesNotFitError(self._too_few(capacity))
         return found
 
@@ -195,11 +200,11 @@ class Offload:
         return min(found, pages)
 
     def _too_few(self, slots: int) -> str:
-        one = max((one for one in self.layers if one.offloaded), key=lambda one: one.least(slots))
-        pages, least = -(-slots // one.method.fetches.page_size), one.least(slots)
+        sizes = [(one.least(slots), -(-slots // one.method.fetches.page_size)) for one in self.layers if one.offloaded]
+        least, pages = max(sizes, key=lambda one: one[0] / one[1])
         return (
             f"gpu_budget is {self._named()}, and a step over {slots:,} tokens may choose {least:,} of {pages:,} pages: "
-            f"give a share of at least {least / pages:.2f}, or choose fewer pages (top_k)"
+            f"give a share of at least {math.ceil(100 * least / pages) / 100:.2f}, or choose fewer pages (top_k)"
         )
 
     def _budget(self, held: int) -> int | float:

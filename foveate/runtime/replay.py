@@ -203,7 +203,7 @@ class ReplayedSteps:
         if len(layers) != len(self._grouping) or any(rows.steps >= self._room for rows in self._groups):
             return False
         for layer, group in zip(layers, self._grouping):
-            state = layer.store.device_state
+            state = layer.cache.device_state
             if state is None or state.rows is not self._groups[group]:
                 return False
         return True
@@ -214,37 +214,37 @@ class ReplayedSteps:
         Args:
             written: other tensors that a step writes to in place.
         """
-        stores, warm = [layer.store for layer in layers], any(one.warm for one in self._kinds.values())
-        for store in stores:
-            used = store.used
-            if store.capacity - used < (1 if warm else ROOM):
-                store.reserve(used + ROOM)
-        self._room = min(store.capacity - store.used for store in stores)
+        caches, warm = [layer.cache for layer in layers], any(one.warm for one in self._kinds.values())
+        for cache in caches:
+            used = cache.used
+            if cache.capacity - used < (1 if warm else ROOM):
+                cache.reserve(used + ROOM)
+        self._room = min(cache.capacity - cache.used for cache in caches)
         keys = [
             (
-                layer.method.spec if store.evicts.in_decode or layer.method.replay.maintains else None,
-                store.capacity,
-                *((name, tuple(numbers)) for name, numbers in store.rows.items()),
-                None if store.freed is None else tuple(store.freed.rows),
+                layer.method.spec if cache.evicts.in_decode or layer.method.replay.maintains else None,
+                cache.capacity,
+                *((name, tuple(numbers)) for name, numbers in cache.rows.items()),
+                None if cache.freed is None else tuple(cache.freed.rows),
             )
-            for layer, store in zip(layers, stores)
+            for layer, cache in zip(layers, caches)
         ]
         different = list(dict.fromkeys(keys))
         grouping = [different.index(key) for key in keys]
-        if grouping != self._grouping or stores[0].batch_size != self._batch:
+        if grouping != self._grouping or caches[0].batch_size != self._batch:
             self._discard()
-            groups = [capture.device_rows(stores[grouping.index(group)]) for group in range(len(different))]
-            self._freed_slots = [capture.freed_slots(store) for store in stores]
-            self._grouping, self._batch, self._groups = grouping, stores[0].batch_size, groups
+            groups = [capture.device_rows(caches[grouping.index(group)]) for group in range(len(different))]
+            self._freed_slots = [capture.freed_slots(cache) for cache in caches]
+            self._grouping, self._batch, self._groups = grouping, caches[0].batch_size, groups
         self._totals, self._longest = [], []
         for group, rows in enumerate(self._groups):
-            store = stores[self._grouping.index(group)]
-            capture.write_rows(rows, store)
-            self._totals.append(sum(store.lengths))
-            self._longest.append(store.used)
-        memory = [count for store in stores for count in store.counters.on_device(store.device)]
-        for store, group, slots in zip(stores, grouping, self._freed_slots):
-            memory += store.move_to_device(self._groups[group], slots)
+            cache = caches[self._grouping.index(group)]
+            capture.write_rows(rows, cache)
+            self._totals.append(sum(cache.lengths))
+            self._longest.append(cache.used)
+        memory = [count for cache in caches for count in cache.counters.on_device(cache.device)]
+        for cache, group, slots in zip(caches, grouping, self._freed_slots):
+            memory += cache.move_to_device(self._groups[group], slots)
         memory += written
         methods = [layer.method.spec for layer in layers]
         same = len(memory) == len(self._memory) and all(ref() is now for ref, now in zip(self._memory, memory))
@@ -300,7 +300,7 @@ class ReplayedSteps:
         def run() -> None:
             with capture.maintenance([self._groups[group] for group in groups]):
                 for n in which:
-                    layers[n].method.replay.maintain_captured(layers[n].store)
+                    layers[n].method.replay.maintain_captured(layers[n].cache)
 
         if which not in self._maintenance:
             run()

@@ -37,7 +37,7 @@ def check_attended(method: Method, hook: str, attended: Any, q: Tensor, value_di
         raise ValueError(f"{_hook(method, hook)} returned {found}; return a tensor {wanted}, [B, Hq, n, Dv]")
 
 
-def check_slots(method: Method, keep: Any, store: SlotCache) -> Tensor:
+def check_slots(method: Method, keep: Any, cache: SlotCache) -> Tensor:
     """Check the slots that :meth:`Method.prompt_end` returned.
 
     Slots on a GPU are checked on the GPU, without a wait: :func:`check_noted` reads the findings at the end of the pass
@@ -51,7 +51,7 @@ def check_slots(method: Method, keep: Any, store: SlotCache) -> Tensor:
             method does not evict unevenly; and for another dtype or shape than int64 ``[K]`` or ``[B, Hkv, K]``.
     """
     who = _hook(method, "prompt_end")
-    batch, heads, used = store.batch_size, store.geometry.num_kv_heads, store.used
+    batch, heads, used = cache.batch_size, cache.geometry.num_kv_heads, cache.used
     wanted = f"int64 slots [K] or [{batch}, {heads}, K]"
     if not method.evicts:
         raise ValueError(
@@ -73,7 +73,7 @@ def check_slots(method: Method, keep: Any, store: SlotCache) -> Tensor:
     if on_host(found):
         _check_slots(method, used, *found.tolist())
     else:
-        store.forward.setdefault(_NOTED, []).append((method, used, found))
+        cache.forward.setdefault(_NOTED, []).append((method, used, found))
     return nearest
 
 
@@ -107,30 +107,30 @@ def _check_slots(method: Method, used: int, outside: bool, none: bool, twice: bo
         raise ValueError(f"{who} returned a slot more than once; return each slot that is kept once, such as .unique()")
 
 
-def check_choice(method: Method, choice: Any, q: Tensor, store: SlotCache) -> None:
+def check_choice(method: Method, choice: Any, q: Tensor, cache: SlotCache) -> None:
     """Raises ValueError for an invalid result of :meth:`Method.choose` for ``q [B, Hq, 1, D]``."""
     if isinstance(choice, Choice):
         if choice.attended is not None:
-            check_attended(method, "choose", choice.attended, q, store.geometry.value_dim)
-        _check_parts(method, choice, store)
+            check_attended(method, "choose", choice.attended, q, cache.geometry.value_dim)
+        _check_parts(method, choice, cache)
         if not choice.reads_all and choice.cover is None and choice.read is None:
             raise ValueError(f"{_hook(method, 'choose')} returned a Choice without read; say how many keys are read")
         return
     if choice is None:
         return
-    who, wanted = _hook(method, "choose"), [store.batch_size, store.geometry.num_kv_heads, store.used]
+    who, wanted = _hook(method, "choose"), [cache.batch_size, cache.geometry.num_kv_heads, cache.used]
     if not isinstance(choice, Tensor):
         raise ValueError(f"{who} returned {_kind(choice)}; return a bool mask, an ops.Choice, or None for all keys")
     if choice.dtype != torch.bool:
         raise ValueError(f"{who} returned {choice.dtype}; return a bool mask {wanted}, or ops.Choice(keys=slots, ...)")
     if choice.dim() != 3 or any(size not in (1, all_) for size, all_ in zip(choice.shape, wanted)):
         raise ValueError(f"{who} returned a mask {list(choice.shape)}; return one that broadcasts to {wanted}")
-    if on_host(choice) and store.sink_logits is None:
-        empty = ~(choice & (store.positions >= 0)).any(-1)
+    if on_host(choice) and cache.sink_logits is None:
+        empty = ~(choice & (cache.positions >= 0)).any(-1)
         if empty.any():
             row, head = empty.nonzero()[0].tolist()
             raise ValueError(
-                f"{who} chose no key for KV head {head} of row {row}, which has {store.lengths[row]} tokens: choose at "
+                f"{who} chose no key for KV head {head} of row {row}, which has {cache.lengths[row]} tokens: choose at "
                 "least one for each; cache.lengths and cache.positions have an entry for each row"
             )
 

@@ -134,8 +134,8 @@ class HostPages(FetchingStore):
         keys, values = transfers.open(whole, end)
         keys[row : row + len(k), :, first:end], values[row : row + len(k), :, first:end] = k, v
         transfers.write(whole, row, first, k, v)
-        whole.used = max(whole.used, end)
-        transfers.fetch_ahead(self.order)
+        held, whole.used = whole.used, max(whole.used, end)
+        transfers.fetch_ahead(self.order, held)
 
     def fill(self, k: Tensor, v: Tensor) -> None:
         self.host.write(0, 0, k, v)
@@ -193,7 +193,16 @@ class HostPages(FetchingStore):
 
     def fetch(self, chosen: Tensor, page_size: int, used: int, lengths: Tensor | None, again: bool) -> Fetched:
         """See :meth:`FetchingStore.fetch`. Brings the pages of the chosen slots to the device, and returns all pages on
-        the device as blocks ``[N, 1, n, D(v)]``."""
+        the device as blocks ``[N, 1, n, D(v)]``.
+
+        Raises:
+            ValueError: for pages of another size than the store's.
+        """
+        if page_size not in (0, self.page_size):
+            raise ValueError(
+                f"pages of {page_size} keys are chosen, but the method's fetches.page_size is {self.page_size}: choose "
+                "pages of that size"
+            )
         if not again:
             pages = chosen
             if not page_size:
@@ -289,7 +298,8 @@ class HostPages(FetchingStore):
 
     def _grow(self, capacity: int) -> None:
         """Have entries for the pages of a larger capacity; hot pages stay, unless the number changes that may be."""
-        slots, entries, hot = self.room.hot_pages(self, capacity), -(-capacity // self.page_size), self._decoding.hot
+        slots, hot = self.room.hot_pages(self, capacity), self._decoding.hot
+        entries = max(-(-capacity // self.page_size), hot.table.shape[1])  # more after a growth that failed elsewhere
         if slots != hot.holds.shape[1]:
             self.stop_decoding()
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from foveate.state.channels import POSITIONS
@@ -94,6 +95,9 @@ class Snapshots:
         self.store.tokens_removed(self.used)
         self.rows["prompt"] = list(map(min, self.rows["prompt"], self.lengths))
         self.rows["observed"] = [max(number - count, 0) for number, count in zip(self.rows["observed"], removed)]
+        if self.evicts:  # at the end of prompts alone: a shorter row has slots in use behind its own
+            beyond = torch.arange(self.capacity, device=self.device) >= self.plan["counts"][:, None]
+            self.tensors["positions"].masked_fill_(beyond[:, None], -1)
 
     def _snapshot_specs(self) -> dict[str, Channel]:
         """The channels that a later token may change, and the positions of a method that evicts."""

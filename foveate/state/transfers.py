@@ -98,10 +98,17 @@ class Transfers:
             torch.cuda.current_stream(self.device).wait_event(found.ready)
         return found.keys, found.values
 
-    def fetch_ahead(self, order: int) -> None:
-        """Begin to read the layer after the one of this number; after the last one comes the first."""
+    def fetch_ahead(self, order: int, held: int) -> None:
+        """Begin to read the layer after the one of this number; after the last one comes the first.
+
+        Args:
+            held: slots that the layer of this number used before the tokens that it has just got. Later layers have not
+                got these tokens, so they use no more; after decode steps they know a bound alone.
+        """
         orders = sorted(self._readers)
         following = self._readers.get(orders[(orders.index(order) + 1) % len(orders)])
+        if following is not None and following.order > order:
+            following.used = min(following.used, held)
         if self._stream is None or following is None or following.order == order or self.holds(following.order):
             return
         if following.used:

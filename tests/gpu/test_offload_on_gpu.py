@@ -79,7 +79,7 @@ def test_few_hot_pages_or_all_give_the_same_bits(spec, cuda_graph):
             if "offload" in options:
                 assert stats.summary()["pages_hot_share"] < 1
                 assert (stats.graphs.replayed > 0) == (cuda_graph == "auto")
-                store = returned_cache(out).layers[-1].store
+                store = returned_cache(out).layers[-1].cache
                 assert store.store.host.pages.keys[0].is_pinned()
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0][:2], found[2][:2], atol=2e-2, rtol=2e-2)

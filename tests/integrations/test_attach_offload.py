@@ -58,7 +58,7 @@ def run(model, mode="greedy", **options):
 
 
 def stores(out):
-    return [one.store for one in returned_cache(out).layers if isinstance(one, CacheLayer)]
+    return [one.cache for one in returned_cache(out).layers if isinstance(one, CacheLayer)]
 
 
 def equal(mine, its):
@@ -192,7 +192,7 @@ def test_a_turn_takes_the_place_of_hot_pages(copied):
 
     def opens(transfers, reader, slots):
         found = real(transfers, reader, slots)
-        kept = [layer.store for layer in cache.layers]
+        kept = [layer.cache for layer in cache.layers]
         assert all(store.store._decoding is None for store in kept)
         buffers = sum(one.nbytes for one in transfers._buffers)
         assert len(transfers._buffers) <= 2
@@ -204,7 +204,7 @@ def test_a_turn_takes_the_place_of_hot_pages(copied):
     with mock.patch.object(Transfers, "open", opens):
         turn(model, cache, torch.cat([second.sequences, repetitive(9)], 1))
     assert len(most) == len(cache.layers)
-    assert cache.phase.held.bytes == sum(layer.store.resident_bytes for layer in cache.layers)
+    assert cache.phase.held.bytes == sum(layer.cache.resident_bytes for layer in cache.layers)
     assert cache.phase.held.peak >= max(most)
 
 
@@ -212,7 +212,7 @@ def test_a_turn_takes_the_place_of_hot_pages(copied):
 
 
 def held_in(cache):
-    return sum(layer.store.resident_bytes for layer in cache.layers)
+    return sum(layer.cache.resident_bytes for layer in cache.layers)
 
 
 def test_what_is_held_is_counted_after_a_reset_and_in_a_copy():
@@ -231,6 +231,21 @@ def test_what_is_held_is_counted_after_a_reset_and_in_a_copy():
         assert one.phase.held.bytes == held_in(one)
     again = copy.deepcopy(cache)
     assert again.phase.held.bytes == held_in(again)
+
+
+def test_after_a_reset_memory_is_that_of_the_new_tokens():
+    """Not that of the longer context and the more rows which the cache had before."""
+    model, held = tiny_model(), []
+    foveate.attach(model, SPECS["pages"], offload=True)
+    cache, fresh = foveate.Cache(model), foveate.Cache(model)
+    model(repetitive(400).repeat(2, 1), **cached(cache))
+    cache.reset()
+    for one in (cache, fresh):
+        model(repetitive(30), **cached(one))
+        buffers = one.phase.held.bytes
+        model(repetitive(30)[:, :1], **cached(one))
+        held.append((buffers, one.phase.held.bytes, one.host_bytes))
+    assert held[0] == held[1]
 
 
 def test_copies_and_more_rows_and_files_that_do_not_fit_are_refused(monkeypatch, tmp_path):
@@ -395,7 +410,7 @@ def test_host_memory_goes_with_its_cache_and_with_the_method():
     caches = [returned_cache(turn(model, foveate.Cache(model), repetitive(61))) for _ in range(2)]
     caches.append(copy.deepcopy(caches[1]))
     segments = [
-        weakref.ref(one) for cache in caches for layer in cache.layers for one in layer.store.store.host._segments
+        weakref.ref(one) for cache in caches for layer in cache.layers for one in layer.cache.store.host._segments
     ]
     first = len(segments) // 3
     del caches[0]  # nothing refers to itself: no collection is needed

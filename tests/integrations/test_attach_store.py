@@ -67,7 +67,7 @@ def close(mine, its):
 
 
 def stores(cache):
-    return [layer.store.store for layer in cache.layers]
+    return [layer.cache.store for layer in cache.layers]
 
 
 # The store of the guide

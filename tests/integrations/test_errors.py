@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import warnings
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 
 import foveate
 from foveate import methods
+from foveate.state import Evicts
 from tests.helpers import (
     CACHE,
     CONFIGS,
@@ -507,6 +510,30 @@ def test_what_is_final_cannot_be_cropped(model, method):
             cache.crop(-1)
         assert layer_lengths(cache) == [41] * 3
         model(tokens(1), **cached(cache))
+
+
+def test_a_prompt_whose_tokens_were_evicted_cannot_be_cropped():
+    """By a method whose decoded tokens can be."""
+
+    @dataclass(frozen=True)
+    class KeepsFirst(methods.Method):
+        name: ClassVar[str] = "keeps_first"
+        evicts: ClassVar[Evicts] = Evicts.AT_PROMPT_END
+        stateful: ClassVar[bool] = False
+        needs_prompt_end: ClassVar[bool] = True
+
+        def prompt_end(self, cache, scaling):
+            return torch.arange(min(cache.used, 8))
+
+    model = tiny_model()
+    with torch.no_grad(), foveate.attached(model, KeepsFirst()):
+        cache = foveate.Cache(model, 40)
+        for n in (40, 1, 1):
+            model(tokens(n), **cached(cache))
+        with pytest.raises(ValueError, match=says("crop(-9)", "evicted tokens of the prompt, which ends at token 40")):
+            cache.crop(-9)
+        cache.crop(-2)
+        assert layer_lengths(cache) == [40] * 3
 
 
 @pytest.mark.parametrize("dense_layer", [0, 2])

@@ -499,7 +499,7 @@ def test_autocast_from_the_first_turn_to_training(method):
             sequences, mask, cache = begin(model, batch)
             gradients(model, left_padded([40, 22]), train=True)
         decode_from(model, sequences, mask, cache, tokens(5, batch=3), new=2)
-    assert {layer.store.dtype for layer in cache.layers} == {torch.bfloat16}
+    assert {layer.cache.dtype for layer in cache.layers} == {torch.bfloat16}
 
 
 def test_a_layer_switches_autocast_off_only_where_it_is_on(monkeypatch):

@@ -47,7 +47,7 @@ def test_a_cache_read_from_disk_goes_on_alike(name, tmp_path):
     foveate.save_cache(model, cache, tmp_path / "cache.safetensors")
     again = foveate.load_cache(model, tmp_path / "cache.safetensors")
     for layer, known in zip(again.layers, cache.layers):
-        (tensors, facts), (expected, wanted) = pack(layer.store), pack(known.store)
+        (tensors, facts), (expected, wanted) = pack(layer.cache), pack(known.cache)
         assert facts == wanted
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())

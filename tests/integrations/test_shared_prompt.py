@@ -120,14 +120,14 @@ def test_keys_and_values_are_kept_once():
     model, batch = tiny_model(), inputs("one")
     with foveate.attached(model, SharedPrompt(tuple(map(methods.parse, GROUP)))), torch.inference_mode():
         logits, cache = read(model, batch)
-    store = cache.layers[1].store
+    store = cache.layers[1].cache
     held = {name: getattr(store, name).clone() for name in ("keys", "values")}
     for spec in GROUP:
         method = methods.parse(spec).for_layer(1, 3)
         with foveate.attached(model, spec), torch.inference_mode():
             branch = cache.branch(model)
             assert branch.phase.prompt_end_known  # a decoded token is no padding: no step waits to read the mask
-            shares = branch.layers[1].store.keys.data_ptr() == store.keys.data_ptr()
+            shares = branch.layers[1].cache.keys.data_ptr() == store.keys.data_ptr()
             decode_from(model, batch, logits, branch)
         assert shares == (not method.evicts or getattr(method, "top_k", 0) == 60), spec
     assert all(torch.equal(getattr(store, name), before) for name, before in held.items())

@@ -273,7 +273,7 @@ def test_resident_bytes_cover_unchanged_layers_too():
         out = model.generate(tokens(PROMPT), max_new_tokens=NEW, return_dict_in_generate=True)
         cache, found = returned_cache(out), foveate.stats(model).resident_bytes
         sliding = [cache.layers[index] for index in SLIDING["gemma3"]]
-        own = sum(cache.layers[index].store.resident_bytes for index in (1, 3))
+        own = sum(cache.layers[index].cache.resident_bytes for index in (1, 3))
     held = sum(tensor.nbytes for layer in sliding for tensor in (layer.keys, layer.values))
     assert found >= own + held > own
 

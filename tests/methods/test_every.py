@@ -95,7 +95,7 @@ def test_pages_are_chosen_by_the_last_scores(every, monkeypatch):
         if step % every == 0:
             assert torch.equal(own[step], chosen[step])
             torch.testing.assert_close(outs[step], out)
-            scores = inner(spec.summaries, plain.layer.store, plain.q[:, :, n : n + 1], SCALING, "post_softmax")
+            scores = inner(spec.summaries, plain.layer.cache, plain.q[:, :, n : n + 1], SCALING, "post_softmax")
         pages, length = -(-(n + 1) // 4), n + 1
         forced = {0, *range((length - 16) // 4, pages)}
         for head in range(KV_HEADS):

@@ -78,7 +78,7 @@ def test_sinks_and_the_best_are_kept(scored):
         for layer, (scores, _, _) in zip(cache.layers, scored):
             best = scores[..., SINKS:].topk(20 - SINKS).indices + SINKS
             for head in range(2):
-                assert layer.store.positions[0, head].tolist() == sorted([*range(SINKS), *best[0, head].tolist()])
+                assert layer.cache.positions[0, head].tolist() == sorted([*range(SINKS), *best[0, head].tolist()])
 
 
 def test_rows_of_a_padded_batch_are_scored_as_alone(scored):

@@ -91,7 +91,7 @@ def test_each_prompt_weighs_the_channels_of_all_keys_by_its_own_queries(turn):
     driver.q[:, :, before:, 5] /= 5.0
     driver.q[:, :, before:, 11] *= 40.0
     driver.feed(0, PROMPT)
-    store = driver.layer.store
+    store = driver.layer.cache
     first = store.channel("channel_weights").clone()
     assert torch.equal(first, ops.channel_weights(driver.q[:, :, PROMPT - 16 : PROMPT], KV_HEADS))
     driver.feed(PROMPT, before)
@@ -110,9 +110,9 @@ def test_each_prompt_weighs_the_channels_of_all_keys_by_its_own_queries(turn):
 def test_summaries_are_made_when_pages_are_full():
     driver, form = Driver(methods.make("pages", page_size=4)), ops.PageRecord(DIM, 4)
     driver.feed(0, PROMPT)
-    records = driver.layer.store.channel("records")
+    records = driver.layer.cache.channel("records")
     for length in range(PROMPT, TOTAL):
-        weights = driver.layer.store.channel("channel_weights")
+        weights = driver.layer.cache.channel("channel_weights")
         expected = ops.compress_pages(driver.k[:, :, : length // 4 * 4], form, weights)
         assert torch.equal(records[:, :, : length // 4], expected)
         assert not records[:, :, length // 4 :].any()

@@ -198,4 +198,4 @@ def test_a_prompt_is_weighed_beside_learned_sinks(method):
     if method.startswith("snapkv"):
         mass[..., -1] = torch.inf  # its window
     expected = mass.topk(8).indices.sort(-1).values
-    assert torch.equal(layer.store.positions[:, :, : layer.store.used].sort(-1).values.long(), expected)
+    assert torch.equal(layer.cache.positions[:, :, : layer.cache.used].sort(-1).values.long(), expected)

@@ -32,7 +32,7 @@ class Sequence:
     @property
     def held(self):
         """Positions that each KV head holds, in the order of its slots."""
-        return self.layer.store.positions[0].tolist()
+        return self.layer.cache.positions[0].tolist()
 
     def votes(self, kv, held, window):
         """Attention of the last ``window`` of the tokens ``held`` to those before them, by position."""

@@ -204,6 +204,14 @@ def test_causal_output_ignores_the_future(offset, value_dim, need_lse):
     assert not torch.equal(before[:, :, 6:], after[:, :, 6:])
 
 
+def test_causal_attention_checks_its_keys_once(monkeypatch):
+    q, k, v = problem(SOME)
+    checked, check = [], KV.check_unpaged
+    monkeypatch.setattr(KV, "check_unpaged", lambda kv: checked.append(kv) or check(kv))
+    ops.attend_causal(q, KV(k, v), logits=Logits(0.3, softcap=5.0))  # which no library on a CPU takes
+    assert len(checked) == 1
+
+
 def test_causal_needs_enough_keys():
     q, k, v = problem(SOME)
     with pytest.raises(ValueError, match="k has 23 keys; offset 15 and 9 queries need 24"):

@@ -2,15 +2,20 @@
 
 import copy
 import itertools
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from matrix import GEOMETRY, LENGTHS, PROMPT, VARIANTS, Driver, Tokens, close, deal, each, each_in_turn, padded
 
 from foveate import methods
+from foveate.methods._facts import Fetches
+from foveate.ops import Choice
 from foveate.runtime import offload, replay
-from foveate.runtime.offload import LayerShape, Offload
+from foveate.runtime.offload import DoesNotFitError, LayerShape, Offload
 from foveate.state import Geometry, host_memory
 from foveate.state.packing import contents
 from foveate.state.store import capacity_for
@@ -86,6 +91,22 @@ def test_host_memory_gives_the_same_to_the_last_bit(method, budget):
     counted = [driver.layer.counters for driver in both]
     assert counted[0].keys_read == counted[1].keys_read
     assert 0 < counted[1]["pages_fetched"] < counted[1]["pages_asked"]
+
+
+def test_pages_behind_the_number_that_is_read_are_neither_fetched_nor_read():
+    @dataclass(frozen=True)
+    class FirstPages(methods.Method):
+        needs_prompt_end = True
+        fetches = Fetches(4, lambda length: 5)
+
+        def choose(self, cache, q, scaling):
+            pages = torch.arange(5, dtype=torch.int32).expand(cache.batch_size, 2, -1)
+            return Choice(pages=pages, page_size=4, counts=torch.tensor([2, 3]), read=torch.tensor([[8], [12]]))
+
+    tokens, both = Tokens.random(2, PROMPT + 1), drivers(FirstPages())
+    outs = [(driver.feed(tokens[:PROMPT]), driver.feed(tokens[PROMPT:])) for driver in both]
+    torch.testing.assert_close(*outs)
+    assert both[1].layer.counters["pages_asked"] == both[1].layer.counters["pages_fetched"] == 5
 
 
 @each(deal(0, variants=FETCHING))
@@ -190,6 +211,32 @@ def test_replays_equal_ordinary_steps(method, lengths):
         getattr(driver.layer.counters, name) for name in same_counts
     ]
     assert float(plain.layer.counters.keys_read) == pytest.approx(float(driver.layer.counters.keys_read))
+
+
+SIZES = {16: 64, 4: 100, 8: 0.314}
+"""Of pages, and the ``top_k`` with each."""
+
+
+def with_pages_of(sizes, budget):
+    made = [methods.make("pages", page_size=size, top_k=SIZES[size]) for size in sizes]
+    layers = {number: LayerShape(method, GEOMETRY, torch.float32) for number, method in enumerate(made)}
+    return Offload(budget, layers, torch.device("cpu"))
+
+
+def test_layers_with_pages_of_other_sizes_need_other_numbers_of_them():
+    shared = with_pages_of((16, 4), 0.6)
+    shared.reserve_memory(1, 200)
+    stores = [SimpleNamespace(page_size=size, batch_size=1) for size in (16, 4)]
+    assert [shared.hot_pages(store, 320) for store in stores] == [12, 48]
+
+
+@pytest.mark.parametrize("sizes", [(16, 4), (4, 16), (8,)])
+@pytest.mark.parametrize("tokens", [100, 200, 450, 8000])
+def test_the_share_that_is_asked_for_suffices(sizes, tokens):
+    with pytest.raises(DoesNotFitError) as refused:
+        with_pages_of(sizes, 0.01).reserve_memory(1, tokens)
+    share = float(re.search(r"a share of at least ([\d.]+),", str(refused.value))[1])
+    with_pages_of(sizes, share).reserve_memory(1, tokens)
 
 
 def tokens_that_fit(spec, free, offloaded):

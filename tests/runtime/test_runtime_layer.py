@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from foveate import methods
-from foveate.ops import Logits
+from foveate.ops import Choice, Logits
 from foveate.runtime import Layer, Phase, handover
 from foveate.state import Counters
 
@@ -72,12 +73,47 @@ def test_an_assistant_may_take_back_one_token_more(assistant):
     for at in range(PROMPT, PROMPT + 4):
         feed(layer, tokens, at, at + 1)
     layer.remove_last(2)
-    assert sorted(layer.store.snapshots) == [PROMPT + 1] * assistant + [PROMPT + 2]
+    assert sorted(layer.cache.snapshots) == [PROMPT + 1] * assistant + [PROMPT + 2]
     if assistant:
         layer.remove_last(1)
     for at in range(PROMPT, layer.seen):
         feed(plain, tokens, at, at + 1)
     torch.testing.assert_close(feed(layer, tokens, layer.seen, TOTAL), feed(plain, tokens, plain.seen, TOTAL))
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("read", [[[3, 5]], [[4]]])
+def test_places_behind_a_packed_choice_are_not_read(read, padding):
+    """Whether rows are alike or not."""
+    number = torch.tensor(read).expand(2, -1)
+
+    @dataclass(frozen=True)
+    class Packed(methods.Method):
+        needs_prompt_end = True
+
+        def choose(self, cache, q, scaling):
+            return Choice(keys=torch.arange(6).expand(2, 2, -1), read=number, packed=True)
+
+    class Masked(Packed):
+        def choose(self, cache, q, scaling):
+            return (torch.arange(cache.used) < number[..., None]).expand(2, 2, -1)
+
+    tokens, mask, outs = drawn(), torch.ones(2, PROMPT + 1), []
+    mask[1, :padding] = 0
+    for method in (Packed(), Masked()):
+        layer = Layer(method, Counters(), Phase(prompt_end=PROMPT))
+        feed(layer, tokens, 0, PROMPT, mask[:, :PROMPT])
+        outs.append((feed(layer, tokens, PROMPT, PROMPT + 1, mask), float(layer.counters.keys_read)))
+    torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mask_of_other_rows_is_refused(rows):
+    layer, mask = layer_of("dense"), torch.ones(rows, PROMPT)
+    mask[:, :3] = 0
+    with pytest.raises(ValueError, match=f"attention_mask has {rows} rows, but the batch has 2"):
+        feed(layer, drawn(), 0, PROMPT, mask)
+    assert layer.seen == 0
 
 
 def test_padding_is_that_of_each_mask():

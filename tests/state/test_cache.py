@@ -596,6 +596,19 @@ def test_truncate_drops_the_last_tokens_of_every_row():
     assert held(cache, 1, 0) == [0, 1, 2, 3, 4]
 
 
+def test_truncate_empties_the_slots_of_a_row_behind_which_others_have_more():
+    """As after an uneven eviction: no step reads them, or counts them."""
+    cache = filled(9, evicts=Evicts.AT_PROMPT_END | Evicts.UNEVENLY)
+    keep = torch.arange(6).expand(2, 2, -1).clone()
+    keep[0, :, 3:] = -1
+    cache.retain(keep, uneven=True)
+    for _ in range(3):
+        step(cache)
+    cache.truncate(2)
+    assert cache.positions[:, 0].tolist() == [[0, 1, 2, 9, -1, -1, -1], [0, 1, 2, 3, 4, 5, 9]]
+    assert (cache.stored()[0].sum(-1) == cache.plan["live"][:, None]).all()
+
+
 def test_truncate_within_a_prompt_takes_back_what_was_observed():
     cache = ragged([3, 6])
     cache.rows["observed"] = [1, 6]  # the first row has had an earlier turn

@@ -1,6 +1,7 @@
 """What a cache in host memory has on the device in decode steps is what was written, whatever came before."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,9 @@ GEOMETRY, CPU = Geometry(4, 2, 8, 6), torch.device("cpu")
 class Followed:
     """A cache of rows of several lengths, and what was written to each."""
 
-    def __init__(self, lengths, page_size, seed=0):
-        self.store = SlotCache(
-            GEOMETRY, len(lengths), torch.float32, CPU, store=partial(HostPages, room=Room()), page_size=page_size
-        )
+    def __init__(self, lengths, page_size, seed=0, room=None):
+        store = partial(HostPages, room=room or Room())
+        self.store = SlotCache(GEOMETRY, len(lengths), torch.float32, CPU, store=store, page_size=page_size)
         self.generator, self.rows = torch.Generator().manual_seed(seed), []
         self.store.reserve(max(lengths))
         for row, length in enumerate(lengths):
@@ -88,3 +88,56 @@ def test_slots_are_read_where_they_are(lengths, monkeypatch):
         check()
     followed.step()
     check()
+
+
+@pytest.mark.parametrize("lengths", [[9, 9], [9, 2, 12]])
+def test_a_later_turn_reads_the_slots_in_use_of_each_layer(lengths, monkeypatch):
+    """And not all that decode steps had room for, whether rows come together or one by one."""
+    room = Room()
+    layers = [Followed(lengths, 4, seed, room) for seed in range(3)]
+    for _ in range(2):
+        for followed in layers:
+            followed.step()
+    used, read = layers[0].store.used, []
+    room.transfers.room = used + 5
+    for index, followed in enumerate(layers):
+        store, host = followed.store, followed.store.store.host
+        with monkeypatch.context() as reading:
+            whole = host.read
+            reading.setattr(
+                host, "read", lambda first, last, *to, whole=whole: read.append(last) or whole(first, last, *to)
+            )
+            store.reserve(used + 5)
+            for row in range(1 if len(set(lengths)) == 1 else len(lengths)):
+                new = [x[None] for x in followed._drawn(5)]
+                if len(set(lengths)) == 1:
+                    store.append(*(x.expand(len(lengths), -1, -1, -1) for x in new))
+                else:
+                    with store.row(row) as one:
+                        one.append(*new)
+                after = layers[index + 1 : index + 2]
+                assert [other.store.store.used for other in after] == [used] * len(after)
+    assert read == [used] * 3
+
+
+def test_growth_that_fails_elsewhere_may_be_followed_by_less(monkeypatch):
+    """In decode steps whose number of hot pages stays what it is."""
+    room = Room()
+    monkeypatch.setattr(room, "hot_pages", lambda store, capacity: 40)
+    followed = Followed([9, 9], 4, room=room)
+    followed.step()
+    with monkeypatch.context() as stop:
+        stop.setattr("foveate.state.channels.grow", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            followed.store.reserve(1000)
+    capacity = followed.store.capacity
+    while followed.store.capacity == capacity:
+        followed.step()
+    followed.check()
+
+
+def test_pages_of_another_size_are_refused():
+    followed = Followed([9, 9], page_size=4)
+    followed.step()
+    with pytest.raises(ValueError, match=r"pages of 2 keys are chosen, but .*fetches.page_size is 4"):
+        followed.store.fetch(torch.zeros(2, 2, 1, dtype=torch.int32), 2)

@@ -42,8 +42,8 @@ def attention(
     policy, device = getattr(module, "foveate", None), query.device.type
     layer = None if policy is None else handover.take(key, policy.owner)
     dtype, cast = query.dtype, torch.is_autocast_enabled(device)
-    if layer is not None and layer.store is not None:
-        dtype = layer.store.dtype
+    if layer is not None and layer.cache is not None:
+        dtype = layer.cache.dtype
     elif cast and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
     given = query.to(dtype), key.to(dtype), value.to(dtype)

@@ -206,7 +206,7 @@ class Cache(transformers.Cache):
         cache.rotated = self.rotated
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
-                held.append((*cache.layers[index].continue_from(layer), cache.layers[index].store.resident_bytes))
+                held.append((*cache.layers[index].continue_from(layer), cache.layers[index].cache.resident_bytes))
             else:
                 cache.layers[index] = (copy.deepcopy if keeps_memory(layer) else copy.copy)(layer)
             if isinstance(layer, LinearAttentionLayer):
@@ -338,6 +338,7 @@ class Cache(transformers.Cache):
         self.phase.forward.clear()
         if self.phase.offload is not None:
             self.phase.offload.transfers.close(self.phase.held)
+            self.phase.offload.forget()
         self.phase.held = BytesInUse()
         self.steps, self.ids, self.offsets = None, TokenIds(), None
 
@@ -353,7 +354,7 @@ class Cache(transformers.Cache):
 
     @property
     def _stores(self) -> list[SlotCache]:
-        return [layer.store for layer in self.layers if isinstance(layer, CacheLayer) and layer.store is not None]
+        return [layer.cache for layer in self.layers if isinstance(layer, CacheLayer) and layer.cache is not None]
 
     @property
     def unchanged_bytes(self) -> int:

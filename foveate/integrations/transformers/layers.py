@@ -33,12 +33,12 @@ class CacheLayer(Layer, CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:
         """The keys held, ``[B, Hkv, n, D]``, of rows or heads that hold fewer first, then anything; None without."""
-        return None if self.store is None else contents(self.store)[0]
+        return None if self.cache is None else contents(self.cache)[0]
 
     @property
     def values(self) -> Tensor | None:
         """The values of :attr:`keys`, ``[B, Hkv, n, Dv]``."""
-        return None if self.store is None else contents(self.store)[1]
+        return None if self.cache is None else contents(self.cache)[1]
 
     @keys.setter
     def keys(self, given: None) -> None:
@@ -83,7 +83,7 @@ class CacheLayer(Layer, CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.store is None else self.store.batch_size
+        return -1 if self.cache is None else self.cache.batch_size
 
     def continue_from(self, read: Layer) -> tuple[int, int]:
         self.is_initialized = True
@@ -110,21 +110,26 @@ class CacheLayer(Layer, CacheLayerMixin):
         target = self.seen - count
         if count < 0:
             raise ValueError(f"crop takes the negative number of tokens to remove, not {-count}")
-        if self.store is None or count == 0:
+        if self.cache is None or count == 0:
             return
         if target < 0:
             raise ValueError(f"crop({-count}) of a cache of {self.seen} tokens")
         if not self.method.stateful:
-            padded = not self.store.plan.alike or self.store.lengths[0] != self.seen
+            if target < (self.phase.prompt_end or 0) and self.cache.rows["counts"] != self.cache.lengths:
+                raise ValueError(
+                    f"crop({-count}): the {self.method.name} method has evicted tokens of the prompt, which ends at "
+                    f"token {self.phase.prompt_end}; remove decoded tokens alone"
+                )
+            padded = not self.cache.plan.alike or self.cache.lengths[0] != self.seen
             if target < (self.phase.prompt_end or 0) and padded:
                 raise ValueError("a padded prompt cannot be cropped: its last columns are not tokens of every row")
-        elif target not in self.store.snapshots and self.record_past:
-            there = ", ".join(map(str, sorted(self.store.snapshots)))
+        elif target not in self.cache.snapshots and self.record_past:
+            there = ", ".join(map(str, sorted(self.cache.snapshots)))
             raise ValueError(
                 f"crop({-count}): of {self.seen} tokens, the {self.method.name} method can return to the ends of "
                 f"prompts and to decoded tokens alone, that is to {there or 'no number'} of tokens"
             )
-        elif target not in self.store.snapshots:
+        elif target not in self.cache.snapshots:
             raise ValueError(
                 f"crop({-count}): the {self.method.name} method has already made the last tokens final; call "
                 "cache.activate_past_recording() before tokens that may be removed"
@@ -143,11 +148,11 @@ class CacheLayer(Layer, CacheLayerMixin):
         self.take_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.store is not None:
-            self.take_rows(torch.arange(self.store.batch_size).repeat_interleave(repeats))
+        if self.cache is not None:
+            self.take_rows(torch.arange(self.cache.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.store is not None:
+        if self.cache is not None:
             self.take_rows(row_indices(indices))
 
     def offload(self) -> None:

@@ -34,7 +34,7 @@ class Passes:
     ):
         self._model, self._attachment, self._cache, self._layers = model, attachment, cache, cache.layers
         self._positioned, self.device = releases.takes(model, "position_ids"), device
-        self._lengths = list(self._layers[0].store.lengths)
+        self._lengths = list(self._layers[0].cache.lengths)
         first = torch.tensor(self._lengths, device=self.device)
         self._first = first if positions is None else first.copy_(positions[:, -1] + 1)
         """The position of each row's newest token, which the cache does not hold yet, int64 ``[B]``."""
@@ -96,7 +96,7 @@ class Passes:
     def finish(self, tokens: Tensor) -> bool:
         """Leave the cache as `generate` leaves it, without the last of the ``tokens [B, n]``; False where its rows hold
         different numbers of them."""
-        rows, phase = self._layers[0].store.rows, self._cache.phase
+        rows, phase = self._layers[0].cache.rows, self._cache.phase
         decoded = set(map(operator.sub, rows["lengths"], rows["prompt"]))
         if len(decoded) > 1:
             phase.unusable = (

@@ -61,7 +61,7 @@ def _mask(given: Mapping[str, Any]) -> Tensor | None:
 
 def _lengths(cache: Cache) -> list[int] | None:
     """Real tokens of each row that the cache has read; None before there are any."""
-    stores = (layer.store for layer in cache.layers if isinstance(layer, CacheLayer))
+    stores = (layer.cache for layer in cache.layers if isinstance(layer, CacheLayer))
     return next((list(store.lengths) for store in stores if store is not None), None)
 
 

@@ -82,7 +82,7 @@ def save_cache(model: torch.nn.Module, cache: Cache, path: str | Path) -> None:
     for index, layer in enumerate(cache.layers):
         found, described = unchanged_layers.pack(layer)
         if isinstance(layer, CacheLayer):
-            kept, numbers = pack(layer.store)
+            kept, numbers = pack(layer.cache)
             found |= kept
             described |= numbers | {"method": layer.method.spec, "scaling": layer.scaling}
         tensors |= {f"{index}.{name}": tensor for name, tensor in found.items()}
@@ -287,7 +287,7 @@ def _fill(
         except ValueError as error:
             raise _wrong(path, f"layer {index}: {error}") from None
     attended = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
-    lengths = {tuple(layer.store.lengths) for layer in attended}
+    lengths = {tuple(layer.cache.lengths) for layer in attended}
     if len(lengths) > 1:
         raise _wrong(path, f"rows.lengths of its layers differ: {sorted(lengths)}")
     if max(map(max, lengths)) > seen:
@@ -312,8 +312,8 @@ def _fill(
     for name in ("prompt_end", "prompt_end_known", "prompt_end_guessed"):
         setattr(cache.phase, name, described[name])
     for layer in attended:  # nothing is refused from here on
-        layer.store.counters = layer.counters.take_over(layer.store.counters)
-        layer.store.count_in(cache.phase.held)
+        layer.cache.counters = layer.counters.take_over(layer.cache.counters)
+        layer.cache.count_in(cache.phase.held)
 
 
 def _fill_layer(
@@ -331,13 +331,13 @@ def _fill_layer(
     if type(scaling) is not float or not (math.isfinite(scaling) and scaling > 0):
         raise ValueError(f"scaling: must be a number above 0, not {scaling!r}")
     numbers = {name: value for name, value in known.items() if name not in ("method", "scaling")}
-    layer.store = unpack(tensors, numbers, geometry, device, layer.new_store)
+    layer.cache = unpack(tensors, numbers, geometry, device, layer.new_cache)
     for one in layer.method.channels(geometry).values():
         if isinstance(one, RowNumber) and one.check is not None:
-            one.check(layer.store.rows)
-    if layer.store.batch_size != batch:
-        raise ValueError(f"keys: has {layer.store.batch_size} rows, and batch is {batch}")
-    layer.store.forward = cache.phase.forward
+            one.check(layer.cache.rows)
+    if layer.cache.batch_size != batch:
+        raise ValueError(f"keys: has {layer.cache.batch_size} rows, and batch is {batch}")
+    layer.cache.forward = cache.phase.forward
     layer.seen, layer.scaling, layer.is_initialized = seen, scaling, True
 
 
@@ -352,7 +352,7 @@ def _geometry(module: torch.nn.Module, attachment: Attachment, tensors: Mapping[
 
 def _check_prompt(described: Mapping[str, Any], layer: CacheLayer) -> None:
     """Refuse rows of a layer that have read other prompts than the description says."""
-    seen, end, rows = described["seen"], described["prompt_end"], layer.store.rows
+    seen, end, rows = described["seen"], described["prompt_end"], layer.cache.rows
     if seen >= end:
         decoded = rows["lengths"][0] - rows["prompt"][0]
         if any(rows["observed"]) or decoded != seen - end:

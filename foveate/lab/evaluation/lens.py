@@ -140,9 +140,9 @@ class Recorder:
             rest = _SUMMARISED
         if verb == "attend_indices" and one.method.role.reads_choice_of is not None:
             state = _REUSED
-        positions = one.store.positions[0].long()
+        positions = one.cache.positions[0].long()
         heads, places = (positions >= 0).nonzero(as_tuple=True)
-        codes = torch.full((len(positions), one.store.lengths[0]), _EVICTED, dtype=torch.int8, device=positions.device)
+        codes = torch.full((len(positions), one.cache.lengths[0]), _EVICTED, dtype=torch.int8, device=positions.device)
         codes[heads, positions[heads, places]] = torch.where(slots, state, rest).to(torch.int8)[heads, places]
         before = self._found.get(self._at)  # parts of one step, which are merged
         self._found[self._at] = codes if before is None else codes.maximum(before)

@@ -6,7 +6,6 @@ from torch import Tensor
 from foveate.ops._math import block_length
 from foveate.ops.attend.attended import Attended
 from foveate.ops.attend.decode import attend
-from foveate.ops.checks import check_own_keys
 from foveate.ops.kv import KV
 from foveate.ops.logits import Logits
 
@@ -22,7 +21,7 @@ def attend_causal(
     """Dense causal attention of a block of queries: query i sees the keys ``0 .. offset + i``.
 
     Blocks of queries are computed one after another over all the keys that they may see, so that no ``Lq x Lk`` tensor
-    exists.
+    exists. The arguments are not checked; :func:`foveate.ops.attend_causal` checks them before it calls this function.
 
     Args:
         q: ``[B, Hq, Lq, D]``.
@@ -30,14 +29,9 @@ def attend_causal(
             read.
         offset: number of keys before the first query's own.
         logits: see :func:`attend`.
-
-    Raises:
-        ValueError: for fewer than ``offset + Lq`` keys, or a KV in blocks or with lengths.
     """
-    kv.check_unpaged()
     k, v = kv.k, kv.v
     batch, num_heads, length = q.shape[:3]
-    check_own_keys(k.shape[2], length, offset)
     step = block_length(4 * batch * num_heads * (offset + length), length)
     parts = []
     for first in range(0, length, step):

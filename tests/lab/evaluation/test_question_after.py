@@ -131,12 +131,12 @@ def test_what_is_kept_of_a_context_does_not_depend_on_the_question(model, tokeni
     for item in (one, other):
         with foveate.attached(model, method):
             prompt = generation.read_prompt(model, tokenizer, [item])
-            store = prompt.cache.layers[1].store
+            store = prompt.cache.layers[1].cache
             kept.append(store.positions[0, :, : store.used].sort(-1).values.clone())
             assert store.lengths == [70]
             assert store.used <= 16
             batch = prompt.decode(model)
-            assert batch.cache.layers[1].store.lengths[0] == 79 + batch.outputs[0].tokens - 1
+            assert batch.cache.layers[1].cache.lengths[0] == 79 + batch.outputs[0].tokens - 1
     assert torch.equal(*kept)
 
 
