@@ -65,6 +65,8 @@ class PerLayer(_OfLayers):
         for key, method in self.layers.items():
             key = f"{key[0]}-{key[-1]}" if isinstance(key, range) and key.step == 1 and len(key) else str(key)
             _bounds(key)
+            if key in specs:
+                raise ValueError(f"per_layer: {key!r} is given twice, as a number or range and as a text")
             specs[key] = _spec(method, self)
         object.__setattr__(self, "layers", specs)
 
@@ -168,6 +170,8 @@ def _covers(key: str, layer: int, num_layers: int) -> bool:
     if bounds is None:
         return False
     first, last = (number + num_layers if number < 0 else number for number in bounds)
+    if 0 <= last < first < num_layers:
+        raise ValueError(f"per_layer: {key!r} runs backwards; write the lower layer first")
     if not 0 <= first <= last < num_layers:
         raise ValueError(f"per_layer: {key!r} names layers outside 0..{num_layers - 1}")
     return first <= layer <= last

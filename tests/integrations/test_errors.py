@@ -99,6 +99,8 @@ def dense(model):
         ("per_layer", {"layers": {"0-1": "h2o", "1": "dense", "rest": "dense"}}, says("layer 1 is named by several")),
         ("per_layer", {"layers": {"0-3": "h2o"}}, says("'0-3' names layers outside 0..2")),
         ("per_layer", {"layers": {"-4": "h2o", "rest": "dense"}}, says("'-4' names layers outside 0..2")),
+        ("per_layer", {"layers": {"2-1": "h2o", "rest": "dense"}}, says("'2-1' runs backwards; write the lower layer")),
+        ("per_layer", {"layers": {0: "h2o", "0": "dense", "rest": "dense"}}, says("'0' is given twice, as a number")),
         ("per_layer", {"layers": {"2-1": "h2o", "rest": "dense"}}, says("'2-1'")),
         ("mixed", {"lined": "h2o:top_k=0"}, says("h2o: top_k must be", "not 0")),
         ("mixed", {"clustered": "lukas"}, says("unknown method 'lukas'", "did you mean 'luka'?")),
