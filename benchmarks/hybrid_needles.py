@@ -3,8 +3,9 @@
     python -m benchmarks.hybrid_needles MODEL DATA OUT_FILE
 
 MODEL: a folder of `foveate train` with LTE layers; DATA: a folder with ruler/ and books/ (docs/guide/data.md). Writes a
-row for numbers in noise and in novels, each in prompts of 384, 768 and 1,536 tokens: how many are answered, and in how
-many prompts a KV head of an LTE layer retains every token of the number (score above 0.5). 20 minutes of a CPU.
+row for numbers in noise and in novels, each in prompts of 384, 768 and 1,536 tokens, and for the wordings of
+`hybrid_wordings.py`: how many are answered, and in how many prompts a KV head of an LTE layer retains every token of
+the number (score above 0.5). 30 minutes of a CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import typer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from benchmarks.hybrid_wordings import FAR, LENGTH, WORDINGS, Reworded
 from foveate.errors import UserError
 from foveate.hybrids.layers.lte import THRESHOLD
 from foveate.hybrids.models import HybridConfig, HybridForCausalLM
@@ -61,6 +63,16 @@ def place(item: Any, tokenizer: PreTrainedTokenizerBase) -> slice:
     raise UserError(f"{item.id}: its answer, {item.answers[0]}, is not in its prompt")
 
 
+def cases() -> Iterator[tuple[dict[str, Any], tasks.Task]]:
+    """What is asked: lengths in noise and in novels, then wordings in novels."""
+    for split in SPLITS:
+        for length in LENGTHS:
+            yield {"split": split, "length": length}, tasks.parse(f"ruler:split={split},length={length}")
+    for wording in WORDINGS:
+        of = {"split": SPLITS[-1], "length": LENGTH}
+        yield of | {"wording": wording}, Reworded(**of, wording=wording, beyond=FAR)
+
+
 def main(model: Path, data: Path, out: Path, limit: int = 60, device: str = "cpu") -> None:
     """Measure one model."""
     config = HybridConfig.from_pretrained(model)
@@ -70,15 +82,12 @@ def main(model: Path, data: Path, out: Path, limit: int = 60, device: str = "cpu
     network = HybridForCausalLM.from_pretrained(model).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = []
-    for split in SPLITS:
-        for length in LENGTHS:
-            items = tasks.parse(f"ruler:split={split},length={length}").items(data, tokenizer, limit, 0)
-            case = {"split": split, "length": length, "n": len(items)}
-            facts = {"kind": "hybrid-needles", "model": model.name, "case": case, **measure(network, tokenizer, items)}
-            rows.append(facts | circumstances.of(device))
-            print(
-                f"{split}, {length} tokens: {facts['answered']:.1f} % answered, {facts['kept']:.1f} % kept", flush=True
-            )
+    for case, task in cases():
+        items = task.items(data, tokenizer, limit, 0)
+        case = case | {"n": len(items)}
+        facts = {"kind": "hybrid-needles", "model": model.name, "case": case, **measure(network, tokenizer, items)}
+        rows.append(facts | circumstances.of(device))
+        print(f"{case}: {facts['answered']:.1f} % answered, {facts['kept']:.1f} % kept", flush=True)
     outfile.write(out, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
