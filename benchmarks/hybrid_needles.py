@@ -5,25 +5,28 @@
 MODEL: a folder of `foveate train` with LTE layers; DATA: a folder with ruler/ and books/ (docs/guide/data.md). Writes a
 row for numbers in noise and in novels, each in prompts of 384, 768 and 1,536 tokens, and for the wordings of
 `hybrid_wordings.py`: how many are answered, and in how many prompts a KV head of an LTE layer retains every token of
-the number (score above 0.5). 30 minutes of a CPU.
+the number (score above 0.5). Of wordings it also says how many are answered when all tokens are retained, so that no
+answer is lost to the scores. An hour of a CPU core.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.hybrid_wordings import FAR, LENGTH, WORDINGS, Reworded
 from foveate.errors import UserError
-from foveate.hybrids.layers.lte import THRESHOLD
+from foveate.hybrids.layers.lte import THRESHOLD, LearnedEviction
 from foveate.hybrids.models import HybridConfig, HybridForCausalLM
 from foveate.io import circumstances, outfile
 from foveate.lab.evaluation import tasks
@@ -31,6 +34,26 @@ from foveate.lab.evaluation import tasks
 SPLITS = ("niah_single_1", "niah_single_2")
 LENGTHS = (384, 768, 1536)
 NEW = 12
+
+
+def all_kept(path: Path) -> HybridForCausalLM:
+    """The model of a folder with a place for every token, each of which has the score of a sink."""
+    model = HybridForCausalLM.from_pretrained(path, lte_buffer=LENGTH)
+    for layer in model.model.layers:
+        if isinstance(layer.mixer, LearnedEviction):
+            layer.mixer._margins = functools.partial(_highest, layer.mixer._margins)
+    return model
+
+
+def _highest(margins: Callable[..., Tensor], *given: Any) -> Tensor:
+    return torch.full_like(margins(*given), torch.inf)
+
+
+def answers(model: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, item: Any) -> bool:
+    """Whether a model answers an item."""
+    ids = torch.tensor([item.prompt_ids], device=model.device)
+    said = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
+    return item.answers[0] in tokenizer.decode(said)
 
 
 def measure(model: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, items: Sequence[Any]) -> dict[str, Any]:
@@ -41,10 +64,9 @@ def measure(model: HybridForCausalLM, tokenizer: PreTrainedTokenizerBase, items:
         ids = torch.tensor([item.prompt_ids], device=model.device)
         with torch.no_grad():
             scores = model(ids, use_cache=False, output_retention=True).retention
-            said = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
         retained = torch.cat(tuple(scores)).flatten(0, 1) > THRESHOLD  # [layers * Hkv, n]
         whole = retained[:, place(item, tokenizer)].all(-1).float()
-        answered.append(item.answers[0] in tokenizer.decode(said))
+        answered.append(answers(model, tokenizer, item))
         kept.append(bool(whole.any()))
         heads.append(whole.mean().item())
         tokens.append(retained.float().mean().item())
@@ -73,22 +95,26 @@ def cases() -> Iterator[tuple[dict[str, Any], tasks.Task]]:
         yield of | {"wording": wording}, Reworded(**of, wording=wording, beyond=FAR)
 
 
-def main(model: Path, data: Path, out: Path, limit: int = 60, device: str = "cpu") -> None:
-    """Measure one model."""
+def main(model: Path, data: Path, out: Path, limit: int = 60, device: str = "cpu", wordings: bool = False) -> None:
+    """Measure one model; with ``wordings`` in other words alone. Rows that are in OUT_FILE stay."""
     config = HybridConfig.from_pretrained(model)
     if "lte" not in config.mixers:
         raise UserError(f"{model}: no layer of it has LTE scores ({', '.join(dict.fromkeys(config.mixers))})")
     outfile.check(out)
-    network = HybridForCausalLM.from_pretrained(model).to(device).eval()
+    network, keeping = (made(model).to(device).eval() for made in (HybridForCausalLM.from_pretrained, all_kept))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = []
+    rows = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     for case, task in cases():
+        if wordings and "wording" not in case:
+            continue
         items = task.items(data, tokenizer, limit, 0)
         case = case | {"n": len(items)}
         facts = {"kind": "hybrid-needles", "model": model.name, "case": case, **measure(network, tokenizer, items)}
-        rows.append(facts | circumstances.of(device))
+        if "wording" in case:
+            facts["answered_all_kept"] = 100 * statistics.fmean(answers(keeping, tokenizer, one) for one in items)
+        rows.append(json.dumps(facts | circumstances.of(device)))
         print(f"{case}: {facts['answered']:.1f} % answered, {facts['kept']:.1f} % kept", flush=True)
-    outfile.write(out, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    outfile.write(out, "".join(f"{row}\n" for row in rows).encode())
 
 
 if __name__ == "__main__":

@@ -483,13 +483,19 @@ def prefill_lengths(rows: Sequence[Row]) -> str:
     return titled(f"{what}: mean time, over the fastest dense attention", rows, table)
 
 
+def _needle(case: Row) -> str:
+    worded = {"ruler": "", "taught": ", words of training", "untaught": ", other words"}[case.get("wording", "ruler")]
+    return f"{NEEDLES[case['split']]}, {case['length']:,} tokens{worded}"
+
+
 hybrid_needles = Table(
     lambda rows: "needles that scores retain, in percent",
     {
         "model": lambda row: row["model"],
-        "needle": lambda row: f"{NEEDLES[row['case']['split']]}, {row['case']['length']:,} tokens",
+        "needle": lambda row: _needle(row["case"]),
         "n": lambda row: str(row["case"]["n"]),
         "answered": lambda row: number(row["answered"], 1),
+        "answered with all tokens kept": lambda row: number(row.get("answered_all_kept"), 1),
         "kept by a head": lambda row: number(row["kept"], 1),
         "of the heads keep it": lambda row: number(row["heads"], 1),
         "of all tokens a head keeps": lambda row: number(row["tokens"], 1),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import hybrid_needles
+from benchmarks.table_kinds import hybrid_needles as hybrid_needles_table
 from foveate.errors import UserError
 from foveate.hybrids.layers.lte import THRESHOLD
 from foveate.hybrids.models import HybridForCausalLM, make_config
@@ -85,3 +86,15 @@ def test_a_model_without_scores_is_refused(tmp_path):
     HybridForCausalLM(make_config("gdn", "tiny")).save_pretrained(tmp_path / "gdn")
     with pytest.raises(UserError, match=r"gdn: no layer of it has LTE scores \(gdn\)"):
         hybrid_needles.main(tmp_path / "gdn", tmp_path, tmp_path / "rows.jsonl")
+
+
+def test_lengths_and_wordings_are_asked():
+    cases = [case for case, _ in hybrid_needles.cases()]
+    assert len(cases) == 9
+    assert [case.get("wording") for case in cases[-3:]] == ["ruler", "taught", "untaught"]
+    row = {"model": "lalte-27M-0", "answered": 1, "kept": 2, "heads": 3, "tokens": 4, "device": "cpu"}
+    row |= {"commit": "abc", "versions": {"torch": "2", "transformers": "5"}}
+    rows = [row | {"case": case | {"n": 5}} for case in cases]
+    lines = [line for line in hybrid_needles_table(rows).splitlines() if "lalte" in line]
+    assert len({line.split(" | ")[1] for line in lines}) == len(lines) == 9
+    assert "| in novels, 1,024 tokens, other words |" in lines[-1]
