@@ -495,7 +495,9 @@ hybrid_needles = Table(
         "needle": lambda row: _needle(row["case"]),
         "n": lambda row: str(row["case"]["n"]),
         "answered": lambda row: number(row["answered"], 1),
-        "answered with all tokens kept": lambda row: number(row.get("answered_all_kept"), 1),
+        "answered with all tokens kept": lambda row: (
+            number(row["answered_all_kept"], 1) if "answered_all_kept" in row else NONE
+        ),
         "kept by a head": lambda row: number(row["kept"], 1),
         "of the heads keep it": lambda row: number(row["heads"], 1),
         "of all tokens a head keeps": lambda row: number(row["tokens"], 1),

@@ -82,6 +82,19 @@ def test_a_model_gives_scores_for_each_token_and_head(item, words):
     assert found["tokens"] == pytest.approx(100 * (scores > THRESHOLD).float().mean().item())
 
 
+def test_all_tokens_may_be_kept(tmp_path):
+    """With a place for each, and no score that is too low."""
+    config = make_config("lalte", "tiny")
+    HybridForCausalLM(config).save_pretrained(tmp_path)
+    model = hybrid_needles.all_kept(tmp_path).eval()
+    ids = torch.randint(config.vocab_size, (1, 100), generator=torch.Generator().manual_seed(0))
+    cache = model(ids, use_cache=True).past_key_values
+    kept = [layer.memory.tensors["kept"] for layer in cache.layers if "kept" in layer.memory.tensors]
+    assert kept
+    for number in kept:
+        assert 100 - config.lte_window - 1 <= number.min() <= number.max() <= 100
+
+
 def test_a_model_without_scores_is_refused(tmp_path):
     HybridForCausalLM(make_config("gdn", "tiny")).save_pretrained(tmp_path / "gdn")
     with pytest.raises(UserError, match=r"gdn: no layer of it has LTE scores \(gdn\)"):
