@@ -96,14 +96,14 @@ def cases() -> Iterator[tuple[dict[str, Any], tasks.Task]]:
 
 
 def main(model: Path, data: Path, out: Path, limit: int = 60, device: str = "cpu", wordings: bool = False) -> None:
-    """Measure one model; with ``wordings`` in other words alone. Rows that are in OUT_FILE stay."""
+    """Measure one model; with ``wordings`` in wordings alone. Rows of other models and cases stay in OUT_FILE."""
     config = HybridConfig.from_pretrained(model)
     if "lte" not in config.mixers:
         raise UserError(f"{model}: no layer of it has LTE scores ({', '.join(dict.fromkeys(config.mixers))})")
     outfile.check(out)
     network, keeping = (made(model).to(device).eval() for made in (HybridForCausalLM.from_pretrained, all_kept))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    rows = list(map(json.loads, out.read_text(encoding="utf-8").splitlines())) if out.exists() else []
     for case, task in cases():
         if wordings and "wording" not in case:
             continue
@@ -112,9 +112,10 @@ def main(model: Path, data: Path, out: Path, limit: int = 60, device: str = "cpu
         facts = {"kind": "hybrid-needles", "model": model.name, "case": case, **measure(network, tokenizer, items)}
         if "wording" in case:
             facts["answered_all_kept"] = 100 * statistics.fmean(answers(keeping, tokenizer, one) for one in items)
-        rows.append(json.dumps(facts | circumstances.of(device)))
+        rows = [row for row in rows if (row["model"], row["case"]) != (model.name, case)]
+        rows.append(facts | circumstances.of(device))
+        outfile.write(out, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
         print(f"{case}: {facts['answered']:.1f} % answered, {facts['kept']:.1f} % kept", flush=True)
-    outfile.write(out, "".join(f"{row}\n" for row in rows).encode())
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ _RECALLED = {
 }
 """What the table of a recipe says of recall: splits with a distance, or numbers of pairs."""
 _WORDED = {"niah_single_2": "alone", "niah_multikey_1": "among four keys"}
-_WORDINGS = {"ruler": "in RULER's words", "taught": "in words of training", "untaught": "in other words"}
+_WORDINGS = {"ruler": "RULER's wording", "taught": "taught wordings", "untaught": "untaught wordings"}
 _SIZES, _LENGTHS = ("27M", "1.4B"), {"4K": 4096, "64K": 65536, "1M": 1048576}
 Column = tuple[str, str, str]
 """Task, and the words of its head: what is asked, and of how many tokens or pairs."""
@@ -93,10 +93,13 @@ def recipe(rows: Sequence[Row]) -> str:
 
 
 def wordings(rows: Sequence[Row]) -> str:
-    """A line for each model: needles in RULER's words, in those of its training, and in words of neither.
+    """A line for each model: needles in RULER's wording, in the others of `foveate train`, and in untaught ones.
 
     Args:
         rows: of `benchmarks/hybrid_wordings.py`.
+
+    Raises:
+        UserError: for rows that no table can hold.
     """
     cells = {
         (row["split"], row["task_settings"]["wording"], row["model"]): interval(row["metrics"]["string_match"])
@@ -104,12 +107,14 @@ def wordings(rows: Sequence[Row]) -> str:
     }
     splits = [split for split in _NEEDLES if split in {split for split, *_ in cells}]
     columns = [(split, wording) for split in splits for wording in _WORDINGS]
-    heads = [f"{_WORDED[split]} {_WORDINGS[wording]}" for split, wording in columns]
+    heads = [f"{_WORDED[split]}, {_WORDINGS[wording]}" for split, wording in columns]
     lines = [["model", *heads]]
     models = sorted({row["model"] for row in rows}, key=lambda name: (list(PRESETS).index(_preset(name)), name))
     for model in models:
         lines.append([model, *(cells.get((*column, model), NONE) for column in columns)])
-    (n,), (length,) = {row["n"] for row in rows}, {row["task_settings"]["length"] for row in rows}
+    if len({(row["n"], row["task_settings"]["length"]) for row in rows}) > 1 or len(cells) < len(rows):
+        raise UserError("rows of wordings must have one length and number of items, and each be there once")
+    n, length = rows[0]["n"], rows[0]["task_settings"]["length"]
     title = f"needles by their wording, in prompts of {context_length(length)} tokens, percent [95 %], n = {n} each"
     return titled(title, rows, markdown_table(lines))
 

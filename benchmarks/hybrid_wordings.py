@@ -4,9 +4,9 @@
 
 MODEL: folders of `foveate train`; DATA: a folder with ruler/ and books/ (docs/guide/data.md). The items are RULER's
 numbers in novels, alone and among four keys, at least 400 tokens from the end of a prompt of 1,024. They are asked
-three times: in RULER's own words; in the nineteen other wordings that `foveate train` has; and in ten that it does not
-have. Writes OUT_FOLDER/hybrids-wordings.jsonl, of all models that were asked into this folder, and goes on where it
-was stopped. Ten minutes of a CPU core for each model.
+three times: in RULER's own wording; in the nineteen other wordings that `foveate train` has; and in ten that it does
+not have. Writes OUT_FOLDER/hybrids-wordings.jsonl, of all models that were asked into this folder, and goes on where
+it was stopped (OUT_FOLDER/wordings). Ten minutes of a CPU core for each model.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ UNTAUGHT = (
 WORDINGS = {"ruler": (RULER,), "taught": TEMPLATES[1:], "untaught": UNTAUGHT}
 SPLITS = ("niah_single_2", "niah_multikey_1")
 LENGTH, FAR = 1024, 430
-"""Tokens of a prompt, and the least from a needle to its end in RULER's words: other questions are up to 30 shorter."""
+"""Tokens of a prompt, and the least from a needle to its end in RULER's wording; others are 30 shorter at most."""
 _RULER_NEEDLE = re.compile(r"One of the special magic (?P<kind>\w+)s for (?P<key>.+?) is: (?P<value>\S+)\.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Reworded(Ruler):
-    """RULER's needles in novels, with their sentences and the question in other words; graded as RULER's are."""
+    """RULER's needles in novels, with their sentences and the question worded otherwise; graded as RULER's are."""
 
     name = "reworded"
     splits = SPLITS

@@ -359,7 +359,7 @@ def _recipe() -> str:
 
 
 def _plain() -> str:
-    """Models whose training had no needle in RULER's words."""
+    """Models whose training had no needle in RULER's wording."""
 
     def of(preset: str) -> str:
         rows = _some("hybrids-plain", task="ruler", model=f"{preset}_plain-27M-0")
@@ -398,7 +398,8 @@ def _whole_layers(phase: str, cell: Callable[[dict[str, Row]], str]) -> str:
     """Whole layers of the last run that had LTE's, by context; a cell is made of the rows by their kind."""
     runs = grouped(_some("hybrids-speed", phase=phase, size="1.4B", batch=32), lambda row: row["commit"]).values()
     found: dict[int, dict[str, Row]] = {}
-    for row in [run for run in runs if any(row["case"]["what"] == "lte" for row in run)][-1]:
+    with_lte = [run for run in runs if any(row["case"]["what"] == "lte" for row in run)]
+    for row in with_lte[-1] if with_lte else ():
         found.setdefault(row["case"]["context"], {})[row["case"]["what"]] = row
     return _joined(f"{tokens // _K}K {cell(found[tokens])}" for tokens in sorted(found))
 

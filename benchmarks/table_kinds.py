@@ -484,7 +484,9 @@ def prefill_lengths(rows: Sequence[Row]) -> str:
 
 
 def _needle(case: Row) -> str:
-    worded = {"ruler": "", "taught": ", words of training", "untaught": ", other words"}[case.get("wording", "ruler")]
+    worded = {"ruler": "", "taught": ", taught wordings", "untaught": ", untaught wordings"}[
+        case.get("wording", "ruler")
+    ]
     return f"{NEEDLES[case['split']]}, {case['length']:,} tokens{worded}"
 
 

@@ -110,4 +110,4 @@ def test_lengths_and_wordings_are_asked():
     rows = [row | {"case": case | {"n": 5}} for case in cases]
     lines = [line for line in hybrid_needles_table(rows).splitlines() if "lalte" in line]
     assert len({line.split(" | ")[1] for line in lines}) == len(lines) == 9
-    assert "| in novels, 1,024 tokens, other words |" in lines[-1]
+    assert "| in novels, 1,024 tokens, untaught wordings |" in lines[-1]

@@ -94,7 +94,10 @@ def test_it_asks_models_and_makes_the_table(data, plain, tmp_path):
     table = hybrid_task_tables.wordings(rows)
     assert "needles by their wording, in prompts of 1K tokens, percent [95 %], n = 2 each" in table
     head, _, *lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
-    assert head[:3] == ["model", "alone in RULER's words", "alone in words of training"]
-    assert head[-1] == "among four keys in other words"
+    assert head[:3] == ["model", "alone, RULER's wording", "alone, taught wordings"]
+    assert head[-1] == "among four keys, untaught wordings"
     assert [line[0] for line in lines] == ["gdn_tiny-27M-0", "gdn_attn_tiny-27M-0"]
     assert all(cell != "–" for line in lines for cell in line)
+    for wrong in ([*rows, rows[0]], [*rows[1:], rows[0] | {"n": 3}]):
+        with pytest.raises(UserError, match="one length and number of items, and each be there once"):
+            hybrid_task_tables.wordings(wrong)

@@ -93,12 +93,13 @@ def test_parts_of_a_step_are_a_steps_share(monkeypatch):
 
 
 def test_whole_layers_are_beside_the_windows(monkeypatch):
-    def row(what, context, ms):
+    def row(what, context, ms, commit="a"):
         more = {"without_scores_ms": 0.75 * ms, "kernels_ms": ms / 2}
-        return {"case": {"what": what, "context": context}, "ms": ms} | more
+        return {"case": {"what": what, "context": context}, "ms": ms, "commit": commit} | more
 
     sizes = {"lte": (2.0, 3.0), "swa": (1.0, 4.0), "attn": (0.5, 6.0)}
     rows = [row(what, context, ms) for what, both in sizes.items() for context, ms in zip((1024, 4096), both)]
+    rows.append(row("swa", 1024, 9.0, commit="b"))  # a later run without LTE
     monkeypatch.setattr(paper_table, "_some", lambda file, **asked: rows)
     assert paper_table.OURS["layers, prompt"]() == (
         "1K 2.00×, 25 % scores, full attention 0.50×; 4K 0.75×, 25 % scores, full attention 1.50×"

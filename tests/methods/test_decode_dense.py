@@ -234,7 +234,7 @@ def test_auto_counts_the_bytes_of_a_token(kv_heads, sparse_from, monkeypatch):
     monkeypatch.setattr(policy, "runs_kernel", lambda verb: True)
     method, geometry, device = methods.make("kascade"), Geometry(16, kv_heads, 128, 128), torch.device("cuda")
     store = SimpleNamespace(device=device, geometry=geometry, batch_size=2)
-    one = SimpleNamespace(dense_below="auto", method=method, store=store)
+    one = SimpleNamespace(dense_below="auto", method=method, cache=store)
     held = sparse_from // 2
     assert [layer.Layer.decodes_densely(one, tokens) for tokens in (held - 1, held)] == [True, False]
     for ranks, bound in ((None, sparse_from), (2, 2 * sparse_from), (8, 2 * sparse_from)):  # ranks exchange scores
@@ -252,7 +252,7 @@ def test_auto_reads_short_sequences_whole_however_many(dense_below, expected, mo
     monkeypatch.setattr(policy, "runs_kernel", lambda verb: True)
     method, geometry = methods.make("kascade"), Geometry(16, 8, 128, 128)
     store = SimpleNamespace(device=torch.device("cuda"), geometry=geometry, batch_size=16)
-    one = SimpleNamespace(dense_below=dense_below, method=method, store=store)
+    one = SimpleNamespace(dense_below=dense_below, method=method, cache=store)
     lengths = [1999, 4095, 4096]
     assert [layer.Layer.decodes_densely(one, tokens) for tokens in lengths] == expected
     if dense_below == "auto":
