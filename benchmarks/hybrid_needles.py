@@ -37,7 +37,7 @@ NEW = 12
 
 
 def all_kept(path: Path) -> HybridForCausalLM:
-    """The model of a folder with a place for every token, each of which has the score of a sink."""
+    """A model of `foveate train` whose LTE layers retain every token of a prompt of up to `LENGTH` tokens."""
     model = HybridForCausalLM.from_pretrained(path, lte_buffer=LENGTH)
     for layer in model.model.layers:
         if isinstance(layer.mixer, LearnedEviction):

@@ -51,7 +51,8 @@ WORDINGS = {"ruler": (RULER,), "taught": TEMPLATES[1:], "untaught": UNTAUGHT}
 SPLITS = ("niah_single_2", "niah_multikey_1")
 LENGTH, FAR = 1024, 430
 """Tokens of a prompt, and the least from a needle to its end in RULER's wording; others are 30 shorter at most."""
-_RULER_NEEDLE = re.compile(r"One of the special magic (?P<kind>\w+)s for (?P<key>.+?) is: (?P<value>\S+)\.")
+_PARTS = {"kind": r"(?P<kind>\w+)", "key": r"(?P<key>.+?)", "value": r"(?P<value>\S+)"}
+_RULER_NEEDLE = re.compile(RULER.needle.replace(".", r"\.").format(**_PARTS))
 
 
 @dataclasses.dataclass(frozen=True)

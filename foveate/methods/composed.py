@@ -97,10 +97,7 @@ class Composition(Method):
 
     @functools.cached_property
     def replay(self) -> Replay | None:  # type: ignore[override]
-        both = [one.replay for one in self.parts]
-        if None in both:
-            return None
-        return Replay(next(filter(None, (one.obstacle for one in both)), ""), any(one.copies_keys for one in both))
+        return Replay.of(self.parts)
 
     @property
     def pools_layer(self) -> bool:  # type: ignore[override]

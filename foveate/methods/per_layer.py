@@ -32,10 +32,7 @@ class _OfLayers(Method):
 
     @functools.cached_property
     def replay(self) -> Replay | None:  # type: ignore[override]
-        every = [one.replay for one in self._methods]
-        if None in every:
-            return None
-        return Replay(next(filter(None, (one.obstacle for one in every)), ""), any(one.copies_keys for one in every))
+        return Replay.of(self._methods)
 
     def prompt_tile(self, group: int) -> int | None:
         tiles = {one.prompt_tile(group) for one in self._methods} - {0}

@@ -24,6 +24,8 @@ def test_a_row_for_each_kind_phase_and_context():
     assert "| prompt | 96 |" in table
     assert "(1.00×)" in table
     assert "retained" in table
+    later = [row | {"commit": "another", "ms": 1.0} for row in rows if row["case"]["what"] == "swa"]
+    assert hybrid_tables.layers([*rows, *later]).startswith(f"{table}\n\n"), "a run has a table of its own"
 
 
 @pytest.mark.parametrize("kind", hybrid_layers._PRESETS)

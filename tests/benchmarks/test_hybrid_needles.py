@@ -1,5 +1,6 @@
 """What scores keep of a needle: the needle's place, the shares, and which models are asked."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -111,3 +112,18 @@ def test_lengths_and_wordings_are_asked():
     lines = [line for line in hybrid_needles_table(rows).splitlines() if "lalte" in line]
     assert len({line.split(" | ")[1] for line in lines}) == len(lines) == 9
     assert "| in novels, 1,024 tokens, untaught wordings |" in lines[-1]
+
+
+def test_rows_of_a_model_replace_its_earlier_ones(ruler_data, untemplated, tmp_path):
+    """Other rows of the file stay."""
+    folder, out = tmp_path / "lalte-27M-0", tmp_path / "rows.jsonl"
+    HybridForCausalLM(make_config("lalte", "tiny", vocab_size=len(untemplated))).save_pretrained(folder)
+    untemplated.save_pretrained(folder)
+    other = {"model": "lalte-27M-1", "case": {}}
+    out.write_text(f"{json.dumps(other)}\n")
+    for _ in range(2):
+        hybrid_needles.main(folder, ruler_data, out, limit=1, wordings=True)
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+        assert found[0] == other
+        assert [row["case"]["wording"] for row in found[1:]] == ["ruler", "taught", "untaught"]
+        assert all(row["answered_all_kept"] in (0, 100) for row in found[1:])

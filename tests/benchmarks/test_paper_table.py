@@ -109,6 +109,17 @@ def test_whole_layers_are_beside_the_windows(monkeypatch):
     assert paper_table.OURS["layers, prompt"]() == ""
 
 
+def test_needles_without_rulers_wording_are_single_and_far(monkeypatch):
+    def row(preset, score, split="niah_single_2", **settings):
+        case = {"task": "ruler", "split": split, "task_settings": settings}
+        return case | {"model": f"{preset}_plain-27M-0", "score": score}
+
+    rows = [row(preset, score, beyond=400) for preset in ("lalte", "gdn", "gdn_attn") for score in (1.0, 2.0)]
+    rows += [row("gdn", 90.0), row("gdn", 80.0, "niah_multikey_1", beyond=400)]
+    monkeypatch.setattr(paper_table, "_rows", lambda file: rows)
+    assert paper_table.OURS["needles, plain"]() == "lalte 1.5, gdn 1.5, gdn_attn 1.5"
+
+
 def test_seeds_are_shown_in_order_and_with_their_mean(monkeypatch):
     """Of single needles alone; a preset whose name begins with another's is its own."""
 

@@ -18,9 +18,10 @@ from tests.integrations.test_in_vllm import FULL, NEW, PAGES, PROMPTS, SMALL, fo
 
 pytestmark = pytest.mark.gpu
 ENGINE = {"dtype": "float16", "enforce_eager": False, "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.1}
-TIE = 0.2
+TIE = 0.1
 """Where tokens differ, the largest :func:`gap` that rounding explains. On an H200 the gap is 0.03 between vLLM's own
-tokens with graphs and without them, and 0.06 and 0.10 between these and drafts that read all keys."""
+tokens with graphs and without them. Drafts that read all keys have 0.06 beside the latter, and 0.103 beside the former,
+which fails."""
 ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
@@ -74,7 +75,7 @@ def test_drafts_that_read_all_keys_are_dense_attentions_tokens_but_for_ties(fold
 
 
 def test_the_tokens_of_few_keys_are_no_ties(folder, own):  # noqa: F811
-    assert gap(folder, served(folder, {"method": SMALL, "dense_below": 0}), own(True)) > 3 * TIE
+    assert gap(folder, served(folder, {"method": SMALL, "dense_below": 0}), own(True)) > 5 * TIE
 
 
 def accepted(found):

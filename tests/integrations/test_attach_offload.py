@@ -234,7 +234,7 @@ def test_what_is_held_is_counted_after_a_reset_and_in_a_copy():
 
 
 def test_after_a_reset_memory_is_that_of_the_new_tokens():
-    """Not that of the longer context and the more rows which the cache had before."""
+    """Before the reset the cache held two rows of 400 tokens, and after it one row of 30."""
     model, held = tiny_model(), []
     foveate.attach(model, SPECS["pages"], offload=True)
     cache, fresh = foveate.Cache(model), foveate.Cache(model)

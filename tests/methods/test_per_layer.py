@@ -7,6 +7,7 @@ import pytest
 from foveate import methods
 from foveate.calibration import say_once
 from foveate.lab import checks
+from foveate.methods import base, spec
 
 SPECS = ['mixed:clustered="luka:top_k=3"', 'per_layer:layers={"0-1": "h2o:window=9", "rest": "luka:page_size=[4,8]"}']
 
@@ -24,7 +25,7 @@ def test_settings_hold_the_inner_methods_complete_and_make_the_same_method(spec)
 
 @pytest.mark.parametrize("spec", ['per_layer:layers={"0":"dense","rest":"kascade:top_k=9"}', "mixed:clustered=kascade"])
 def test_kascade_in_few_layers_has_no_more_anchors_than_they_are(spec):
-    """As of a model of few layers: nobody has asked for the usual number."""
+    """The number of anchors was not given, so that few layers get fewer of them, as a model of few layers does."""
     method = methods.parse(spec)
     assert "anchors" not in method.spec
     for layers in (3, 4, 12):
@@ -56,6 +57,19 @@ def test_declared_facts_are_those_of_all_inner_methods(inner, stateful, captured
         assert method.stateful == stateful
         assert (methods.replay_obstacle(method) == "") == captured
         assert method.prompt_tile(2) == tile
+
+
+def test_a_layer_that_is_not_captured_keeps_all_steps_from_it(monkeypatch):
+    monkeypatch.setattr(base, "REGISTRY", base.REGISTRY.copy())
+    monkeypatch.setattr(spec, "REGISTRY", base.REGISTRY)
+
+    @base.register
+    class Uncaptured(methods.Method):
+        name = "uncaptured"
+
+    assert methods.make("uncaptured").replay is None
+    for method in ('per_layer:layers={"0":"uncaptured","rest":"dense"}', "mixed:lined=uncaptured"):
+        assert "reads numbers on the host" in methods.replay_obstacle(methods.parse(method))
 
 
 @pytest.mark.parametrize("rest", ["pages:page_size=4,top_k=32", "oracle_topk:top_k=9,min_k=4"])

@@ -118,6 +118,7 @@ def test_a_later_turn_reads_the_slots_in_use_of_each_layer(lengths, monkeypatch)
                 after = layers[index + 1 : index + 2]
                 assert [other.store.store.used for other in after] == [used] * len(after)
     assert read == [used] * 3
+    assert [one.store.store.used for one in layers] == [one.store.used for one in layers], "the first layer's, too"
 
 
 def test_growth_that_fails_elsewhere_may_be_followed_by_less(monkeypatch):
