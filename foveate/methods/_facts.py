@@ -6,12 +6,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from foveate.state import SlotCache
-
-if TYPE_CHECKING:
-    from foveate.methods.base import Method
 
 
 class Replay:
@@ -34,12 +31,12 @@ class Replay:
         self.obstacle, self.copies_keys = obstacle, copies_keys
 
     @staticmethod
-    def of(methods: Sequence[Method]) -> Replay | None:
+    def of_all(replays: Sequence[Replay | None]) -> Replay | None:
         """What holds of steps in which several methods take part; None if those of one method cannot be captured."""
-        every = [one.replay for one in methods]
-        if None in every:
+        if None in replays:
             return None
-        return Replay(next(filter(None, (one.obstacle for one in every)), ""), any(one.copies_keys for one in every))
+        obstacle = next(filter(None, (one.obstacle for one in replays)), "")
+        return Replay(obstacle, any(one.copies_keys for one in replays))
 
     def maintenance_due(self, decoded: int) -> bool:
         """Whether maintenance follows the step that decodes the ``decoded``-th token after the prompt."""

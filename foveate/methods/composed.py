@@ -97,7 +97,7 @@ class Composition(Method):
 
     @functools.cached_property
     def replay(self) -> Replay | None:  # type: ignore[override]
-        return Replay.of(self.parts)
+        return Replay.of_all([one.replay for one in self.parts])
 
     @property
     def pools_layer(self) -> bool:  # type: ignore[override]

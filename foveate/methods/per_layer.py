@@ -32,7 +32,7 @@ class _OfLayers(Method):
 
     @functools.cached_property
     def replay(self) -> Replay | None:  # type: ignore[override]
-        return Replay.of(self._methods)
+        return Replay.of_all([one.replay for one in self._methods])
 
     def prompt_tile(self, group: int) -> int | None:
         tiles = {one.prompt_tile(group) for one in self._methods} - {0}
